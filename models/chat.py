@@ -40,8 +40,9 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:
-            raise ValueError(f"{self._folder}: its chat template is broken: {error}. {_WAY_OUT}") \
-                from error  # fmt: skip
+            raise ValueError(
+                f"{self._folder}: its chat template is broken: {error}. {_WAY_OUT}"
+            ) from error
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the prompt that asks for the answer to the last message.

@@ -30,9 +30,13 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 # Fixed by the architecture; checkpoints written before transformers 5 do not repeat them.
 SWIGLU_ALPHA, SWIGLU_LIMIT, ROPE_THETA = 1.702, 7.0, 150000.0
 ROPE_SCALING = {  # of transformers' class
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,8 +206,10 @@ SWITCHES: Final = ("stationary_reuse_skips_load", "vector_overlaps_independent")
 """Fields that are 0 or 1."""
 
 NEUTRAL: Final = {
-    "psum_accumulate_factor": 1.0, "wide_stride_share": 1.0, "register_offset_factor": 1.0,
-}  # fmt: skip
+    "psum_accumulate_factor": 1.0,
+    "wide_stride_share": 1.0,
+    "register_offset_factor": 1.0,
+}
 """Fields that change no time at this value: times of before they were there hold."""
 
 

@@ -394,8 +394,9 @@ def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
                 "elements that were written before they are read",
                 f"unwritten ones; {int(bad.sum())} of {tensor.size} elements of the returned "
                 f"{tensor.label()} depend on them, the first at {list(first)}",
-                instruction=origin.op or "return", location=origin.location,
-            )  # fmt: skip
+                instruction=origin.op or "return",
+                location=origin.location,
+            )
     if not alloc.known:
         return TensorSpec(tensor.shape, tensor.dtype)
     array = tensor.array()
@@ -415,8 +416,9 @@ def _to_torch(array: np.ndarray[Any, Any], dtype: DType) -> Any:
 
     name = {"bool": "bool", "float8_e4m3": "float8_e4m3fn"}.get(str(dtype), str(dtype))
     if dtype is bfloat16 or dtype.itemsize == 1 or dtype.kind == "x":
-        bits = np.ascontiguousarray(array).view({1: np.uint8, 2: np.int16, 4: np.int32}[
-            dtype.itemsize])  # fmt: skip
+        bits = np.ascontiguousarray(array).view(
+            {1: np.uint8, 2: np.int16, 4: np.int32}[dtype.itemsize]
+        )
         target = getattr(torch, name, None)
         tensor = torch.from_numpy(bits)
         return tensor if target is None else tensor.view(target)

@@ -58,19 +58,27 @@ SWITCHES = (
     *_plain("load_config", {}, _READS, "model_loader_extra_config"),
     *_plain("load_config", "cpu", _READS, "pt_load_map_location"),
     *_plain(
-        "parallel_config", 1, _RANKS,
-        "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+        "parallel_config",
+        1,
+        _RANKS,
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "prefill_context_parallel_size",
         "decode_context_parallel_size",
     ),
     *_plain(
-        "parallel_config", "linear", "experts stand on ranks in their order",
+        "parallel_config",
+        "linear",
+        "experts stand on ranks in their order",
         "expert_placement_strategy",
     ),
     *_plain("parallel_config", False, "a step of our model is one batch", "enable_dbo"),
     *_plain("parallel_config", 0, "a step of our model is one batch", "ubatch_size"),
     *_plain("parallel_config", False, _READS, "enable_ep_weight_filter"),
     *_plain(
-        "parallel_config", "allgather_reducescatter", "our own collectives move tokens",
+        "parallel_config",
+        "allgather_reducescatter",
+        "our own collectives move tokens",
         "all2all_backend",
     ),
     *_plain("cache_config", False, "no two layers share a cache", "kv_sharing_fast_prefill"),
@@ -78,18 +86,22 @@ SWITCHES = (
     *_plain("offload_config.prefetch", 0, _STAYS, "offload_group_size"),
     *_plain("kernel_config", "auto", _PRODUCTS, "moe_backend", "linear_backend"),
     Switch(
-        "compilation_config", "compilation_config.mode", (None, 0, 2, 3),
+        "compilation_config",
+        "compilation_config.mode",
+        (None, 0, 2, 3),
         "a graph around our model would freeze its phase; `neuron-moe serve --compile` compiles",
     ),
     *_plain(
-        "aux_output_config", False, "our router reports load at /metrics",
+        "aux_output_config",
+        False,
+        "our router reports load at /metrics",
         "enable_return_routed_experts",
     ),
     Switch("enable_lora", "lora_config", (None,), "our model has no adapters"),
     Switch("diffusion_config", "diffusion_config", (None,), "our model answers token by token"),
     Switch("engram_config", "engram_config", (None,), "our model has no such memory"),
     Switch("weight_transfer_config", "weight_transfer_config", (None,), _READS),
-)  # fmt: skip
+)
 _DRAFTS = ("ngram",)  # what a speculation may read: tokens alone
 # Keys of vLLM's generation config by which its own classes change a model.
 _MODEL_KEYS = ("attn_temperature_tuning",)
@@ -111,13 +123,24 @@ SETTLED: Mapping[str, str] = {
     "model_impl": "leave it out: it is our class that serves",
     "additional_config": "give serve's own options",
     **dict.fromkeys(
-        ("uds", "ssl_keyfile", "ssl_certfile", "headless", "grpc", "grpc_port", "api_server_count",
-         "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
-         "data_parallel_hybrid_lb", "data_parallel_external_lb",
-         "data_parallel_multi_port_external_lb"),
+        (
+            "uds",
+            "ssl_keyfile",
+            "ssl_certfile",
+            "headless",
+            "grpc",
+            "grpc_port",
+            "api_server_count",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+            "data_parallel_multi_port_external_lb",
+        ),
         "start `vllm serve` yourself, see docs/serving.md",
     ),
-}  # fmt: skip
+}
 
 
 def flag(name: str) -> str:

@@ -154,6 +154,10 @@ def test_a_constant_is_tried_with_the_tests_that_use_it(
     monkeypatch.setattr(places, "ROOT", tmp_path)
     found = {mutant.lines[0]: lines_of_use(mutant) for mutant in mutants_of(Path("sizes.py"))}
     assert found == {
-        "LIMIT = 3": {15}, "rows: int = 4": {8}, "return self.rows * 2": {8},
-        "def grow(x, by=5):": {11, 12}, "y = x + by": {11}, "return x - LIMIT": {15},
-    }  # fmt: skip
+        "LIMIT = 3": {15},
+        "rows: int = 4": {8},
+        "return self.rows * 2": {8},
+        "def grow(x, by=5):": {11, 12},
+        "y = x + by": {11},
+        "return x - LIMIT": {15},
+    }

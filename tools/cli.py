@@ -12,8 +12,12 @@ from neuron_moe.tools.interrupts import ends_at_once
 
 # By name, so that `--help` need not import what raises them.
 _NOT_BUGS = (
-    "CollectiveError", "RankError", "ServerError", "CalledProcessError", "TaskFailedError",
-)  # fmt: skip
+    "CollectiveError",
+    "RankError",
+    "ServerError",
+    "CalledProcessError",
+    "TaskFailedError",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,8 +58,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _end(args: list[str], what: object, status: int) -> int:
     """Say in one line why a subcommand ended; return the exit status."""
-    print(f"\nneuron-moe {args[0]}: " if status == 130 else f"neuron-moe {args[0]}: ", end="",
-          file=sys.stderr)  # fmt: skip
+    print(
+        f"\nneuron-moe {args[0]}: " if status == 130 else f"neuron-moe {args[0]}: ",
+        end="",
+        file=sys.stderr,
+    )
     print(" ".join(str(what).split()) or type(what).__name__, file=sys.stderr)
     return status
 

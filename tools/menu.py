@@ -34,11 +34,13 @@ class Menu:
         columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
         rows = [
             textwrap.fill(
-                text, columns, initial_indent=f"  {name:<{width}}  ",
+                text,
+                columns,
+                initial_indent=f"  {name:<{width}}  ",
                 subsequent_indent=" " * (width + 4),
             )
             for name, (_, text) in self.entries.items()
-        ]  # fmt: skip
+        ]
         head = f"usage: {self.program} {self.noun.upper()} [options]"
         tail = f"{self.noun.upper()} --help tells its options.\n{EXIT_STATUS}"
         return "\n".join([head, "", *rows, "", tail])
@@ -56,8 +58,9 @@ class Menu:
         if name not in self.entries:
             near = difflib.get_close_matches(name, self.entries, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            print(f"{self.program}: no {self.noun} {name!r}.{hint}\n\n{self.usage()}",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"{self.program}: no {self.noun} {name!r}.{hint}\n\n{self.usage()}", file=sys.stderr
+            )
             return 2
         with ends_at_once():
             module = importlib.import_module(f"neuron_moe.tools.{self.entries[name][0]}")

@@ -197,9 +197,13 @@ def shared_experts_time(
     rank = _Rank(machine, spread, work, DenseRule(model, config, spread), False)
     us, bound, count = _linears(rank, shared, "mlp", work.tokens)
     return PartTime(
-        kind=kind.name, name="shared experts", count=kind.count, us=us, bound=bound,
+        kind=kind.name,
+        name="shared experts",
+        count=kind.count,
+        us=us,
+        bound=bound,
         instructions=count,
-    )  # fmt: skip
+    )
 
 
 def _layer_parts(rank: _Rank, kind: LayerKind, hidden: int) -> list[PartTime]:

@@ -139,9 +139,13 @@ def scratch_bytes(model: nn.Module, config: Any, spread: Spread, load: ServingLo
     stream = 2 * tokens * hidden * _BF16
     heads = max(_head_rows(attention, spread) for attention in _attentions(model))
     experts = max(
-        (_expert_bytes(module, spread, load) for module in model.modules()
-         if isinstance(module, RoutedExperts)), default=0,
-    )  # fmt: skip
+        (
+            _expert_bytes(module, spread, load)
+            for module in model.modules()
+            if isinstance(module, RoutedExperts)
+        ),
+        default=0,
+    )
     logits: int = load.batch * ceil(config.vocab_size / spread.dense) * _FLOAT32
     return stream + max(tokens * heads * _BF16, experts) + logits
 

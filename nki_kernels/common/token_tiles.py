@@ -57,9 +57,12 @@ def tokens_of_portion(tokens: TokenTiles, portions: int) -> TokenTiles:
     With several portions all tiles are full.
     """
     return TokenTiles(
-        tokens.first // portions, tokens.rows // portions, tokens.count // portions, tokens.full,
+        tokens.first // portions,
+        tokens.rows // portions,
+        tokens.count // portions,
+        tokens.full,
         tokens.rest,
-    )  # fmt: skip
+    )
 
 
 def tile_rows(tokens: TokenTiles, tile: int) -> int:

@@ -90,10 +90,16 @@ def decode_layer_ref(
         logits_TN = logits_TN + arrays.router_bias_N
     affinities_TK, index_TK = route(logits_TN, router, arrays.selection_bias_N)
     output_TH = decode_moe_ref(
-        x_TH, arrays.gate_up_EH2I, arrays.down_EIH, index_TK - first_expert, affinities_TK, formula,
-        scaling=scaling, gate_up_bias_E2I=arrays.gate_up_bias_E2I,
+        x_TH,
+        arrays.gate_up_EH2I,
+        arrays.down_EIH,
+        index_TK - first_expert,
+        affinities_TK,
+        formula,
+        scaling=scaling,
+        gate_up_bias_E2I=arrays.gate_up_bias_E2I,
         down_bias_EH=arrays.down_bias_EH,
-    )  # fmt: skip
+    )
     if arrays.shared is not None:
         output_TH = output_TH + _shared(arrays.shared, arrays.shared_gate_H, x_TH, form)
     if arrays.residual_TH is not None:

@@ -76,13 +76,30 @@ def make_decode_config(
     H, I = sizes.H, sizes.I  # noqa: E741
     h_axis = _hidden_axis(H, weights)
     draft = DecodeConfig(
-        sizes.T, H, I, sizes.E, sizes.K, sizes.num_experts, sizes.num_cores, formula, weights,
-        request.mode, request.shard, request.scaling, request.output_dtype,
-        chunks=1, weight_buffers=2, unroll=2, sums_in_psum=False,
-        h_axis=h_axis, i_axis=tile_axis(I),
-        is_unrolled=request.loops == "unrolled", missing=request.missing, chip=request.chip,
+        sizes.T,
+        H,
+        I,
+        sizes.E,
+        sizes.K,
+        sizes.num_experts,
+        sizes.num_cores,
+        formula,
+        weights,
+        request.mode,
+        request.shard,
+        request.scaling,
+        request.output_dtype,
+        chunks=1,
+        weight_buffers=2,
+        unroll=2,
+        sums_in_psum=False,
+        h_axis=h_axis,
+        i_axis=tile_axis(I),
+        is_unrolled=request.loops == "unrolled",
+        missing=request.missing,
+        chip=request.chip,
         gives_rows=may_give_rows(sizes.T, H, h_axis, weights),
-    )  # fmt: skip
+    )
     return fit_decode(draft, request)
 
 

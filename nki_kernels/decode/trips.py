@@ -149,18 +149,44 @@ def make_pipeline(
             number = position + first + entry * entry_stride(config)
             experts.append(routing.list_sb[0:1, number : number + 1])
         return Pipeline(
-            position, size, first, own, begin, end, is_halved, False, False, experts, experts,
-            routing.weights, routing.inputs, position + first, entry_stride(config),
-        )  # fmt: skip
+            position,
+            size,
+            first,
+            own,
+            begin,
+            end,
+            is_halved,
+            False,
+            False,
+            experts,
+            experts,
+            routing.weights,
+            routing.inputs,
+            position + first,
+            entry_stride(config),
+        )
     experts_in, experts_out = b.expert_in, b.expert_out
     if size == 0:
         _copy_columns(config, b, routing, position, 0, 1)
         _copy_number(b.shared_expert, routing.list_sb, position, 0, nisa.engine.scalar)
         experts_in, experts_out = [b.shared_expert], [b.shared_expert]
     return Pipeline(
-        position, size, first, own, begin, end, is_halved, False, False, experts_in,
-        experts_out, b.weights, b.inputs, 0, 1,
-    )  # fmt: skip
+        position,
+        size,
+        first,
+        own,
+        begin,
+        end,
+        is_halved,
+        False,
+        False,
+        experts_in,
+        experts_out,
+        b.weights,
+        b.inputs,
+        0,
+        1,
+    )
 
 
 def make_first_pipeline(config: DecodeConfig, b: DecodeBuffers, routing: Listed) -> Pipeline:
@@ -174,9 +200,22 @@ def make_first_pipeline(config: DecodeConfig, b: DecodeBuffers, routing: Listed)
         nisa.tensor_copy(dst=b.expert_out[entry], src=source, engine=nisa.engine.gpsimd)
     own = _own_items(config, routing.core, config.unroll)
     return Pipeline(
-        0, config.unroll, first, own, 0, config.unroll * len(own), False, False, False,
-        b.expert_in, b.expert_out, b.weights, b.inputs, 0, 1,
-    )  # fmt: skip
+        0,
+        config.unroll,
+        first,
+        own,
+        0,
+        config.unroll * len(own),
+        False,
+        False,
+        False,
+        b.expert_in,
+        b.expert_out,
+        b.weights,
+        b.inputs,
+        0,
+        1,
+    )
 
 
 def _own_items(config: DecodeConfig, core: int, size: int) -> list[int]:

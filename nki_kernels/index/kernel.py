@@ -184,9 +184,13 @@ def place_pairs(
 def keep_near(index_sb: nl.ndarray, num_experts: int) -> None:
     """Keep numbers far outside from being looked up, or coming near one that is."""
     nisa.tensor_scalar(
-        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
+        dst=index_sb,
+        data=index_sb,
+        op0=nl.maximum,
+        operand0=-1.0,
+        op1=nl.minimum,
         operand1=float(num_experts),
-    )  # fmt: skip
+    )
 
 
 def _load_index(index_TK: nl.ndarray, tokens: TokenTiles, table: IndexTable) -> nl.ndarray:
@@ -373,9 +377,11 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
     bank_ps, first = counts.banks[tile % len(counts.banks)], max(0, tile - COUNT_BANKS)
     for earlier in range(first, tile):
         nisa.nc_matmul(
-            dst=bank_ps, stationary=counts.identity_sb, moving=counts.chosen_sb[:, earlier, :],
+            dst=bank_ps,
+            stationary=counts.identity_sb,
+            moving=counts.chosen_sb[:, earlier, :],
             accumulate=earlier > 0,
-        )  # fmt: skip
+        )
     nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 
@@ -403,9 +409,11 @@ def count_up_tiles(
     for start in range(0, count, ranked):
         tiles = min(ranked, count - start)
         nisa.iota(
-            dst=first_sb[:, start : start + tiles], pattern=[[row_size, tiles]], offset=0,
+            dst=first_sb[:, start : start + tiles],
+            pattern=[[row_size, tiles]],
+            offset=0,
             channel_multiplier=0,
-        )  # fmt: skip
+        )
     shape = (count, column_sb.shape[1] // count)
     first = first_sb.expand_dim(2).broadcast(2, shape[1])
     nisa.tensor_tensor(

@@ -174,9 +174,13 @@ def _add_values(
         for value in values:
             marked_sb = nl.ndarray(line_sb.shape, dtype, buffer=nl.sbuf)
             nisa.tensor_scalar(
-                dst=marked_sb, data=line_sb, op0=nl.equal, operand0=places[0], op1=nl.multiply,
+                dst=marked_sb,
+                data=line_sb,
+                op0=nl.equal,
+                operand0=places[0],
+                op1=nl.multiply,
                 operand1=value,
-            )  # fmt: skip
+            )
             marked.append(marked_sb)
     for term in range(len(values)):
         _add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
@@ -195,9 +199,12 @@ def _mark_on_others(
         marked_sb = nl.ndarray(line_sb.shape, nl.bfloat16, buffer=nl.sbuf)
         if term == 0:
             nisa.tensor_tensor(
-                dst=marked_sb, data1=equal_sb, data2=values[0].broadcast(1, line_sb.shape[1]),
-                op=nl.multiply, engine=nisa.engine.gpsimd,
-            )  # fmt: skip
+                dst=marked_sb,
+                data1=equal_sb,
+                data2=values[0].broadcast(1, line_sb.shape[1]),
+                op=nl.multiply,
+                engine=nisa.engine.gpsimd,
+            )
         else:
             nisa.activation(dst=marked_sb, op=nl.copy, data=equal_sb, scale=values[term])
         marked.append(marked_sb)

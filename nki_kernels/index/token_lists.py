@@ -155,9 +155,11 @@ def count_group(lists: TokenLists, pairs: MarkedPairs, tiles: slice) -> None:
     """Count the choices of a marked group of tiles; groups one after the other."""
     for tile in range(tiles.start, tiles.stop):
         nisa.nc_matmul(
-            dst=lists.all_ps, stationary=lists.ones_sb, moving=pairs.chosen_sb[:, tile, :],
+            dst=lists.all_ps,
+            stationary=lists.ones_sb,
+            moving=pairs.chosen_sb[:, tile, :],
             accumulate=tile > 0,
-        )  # fmt: skip
+        )
     for part in lists.counts:
         count_inside(part, pairs.chosen_sb, lists.until_sb, tiles)
 
@@ -210,9 +212,10 @@ def _count_tiles(lists: TokenLists, tiles: int) -> nl.ndarray:
         inside = part.inside_sb[0 : part.experts, 0:tiles, PARTITIONS - 1]
         nisa.nc_transpose(dst=turned_ps, data=inside)
         nisa.tensor_copy(
-            dst=of_tile_sb[:, part.first : part.first + part.experts], src=turned_ps,
+            dst=of_tile_sb[:, part.first : part.first + part.experts],
+            src=turned_ps,
             engine=nisa.engine.scalar,
-        )  # fmt: skip
+        )
     return of_tile_sb
 
 
@@ -232,9 +235,11 @@ def _count_before(
         for each in range(number):
             tile = tiles.start + first + each
             nisa.nc_matmul(
-                dst=bank_ps[:, each, :], stationary=lists.before_sb, moving=chosen_sb[:, tile, :],
+                dst=bank_ps[:, each, :],
+                stationary=lists.before_sb,
+                moving=chosen_sb[:, tile, :],
                 accumulate=False,
-            )  # fmt: skip
+            )
             earlier = lists.before_sb[0:every, tile : tile + 1].broadcast(1, PARTITIONS)
             nisa.nc_matmul(
                 dst=bank_ps[:, each, :], stationary=earlier, moving=of_tile_sb, accumulate=True
@@ -265,9 +270,12 @@ def slots_of(pairs: NumberedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> 
     slot_sb = nl.ndarray(number_sb.shape, nl.float32, buffer=nl.sbuf)
     nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=expert_sb)
     nisa.tensor_tensor(
-        dst=slot_sb, data1=slot_sb, data2=number_sb,
-        op=nl.subtract if is_backwards else nl.add, engine=nisa.engine.gpsimd,
-    )  # fmt: skip
+        dst=slot_sb,
+        data1=slot_sb,
+        data2=number_sb,
+        op=nl.subtract if is_backwards else nl.add,
+        engine=nisa.engine.gpsimd,
+    )
     return slot_sb
 
 
@@ -310,14 +318,16 @@ def spread_columns(
             nisa.nc_matmul(
                 dst=spread_ps[:, :, column],
                 stationary=kept_sb[:, column : column + 1].broadcast(1, rows),
-                moving=identity_sb[:, first : first + count], accumulate=False,
-            )  # fmt: skip
+                moving=identity_sb[:, first : first + count],
+                accumulate=False,
+            )
         stop = min((first + count) * J, entries)
         flat_ps = spread_ps.reshape((rows, count * J))
         nisa.tensor_copy(
-            dst=spread_sb[:, first * J : stop], src=flat_ps[:, 0 : stop - first * J],
+            dst=spread_sb[:, first * J : stop],
+            src=flat_ps[:, 0 : stop - first * J],
             engine=nisa.engine.scalar,
-        )  # fmt: skip
+        )
     return spread_sb
 
 
@@ -353,9 +363,13 @@ def more_passes(own_sb: nl.ndarray, other_sb: nl.ndarray, room: int) -> nl.ndarr
     nisa.tensor_reduce(dst=largest_sb, op=nl.maximum, data=most_sb, axis=1)
     # The first pass is one of them, if there is a token at all.
     nisa.tensor_scalar(
-        dst=largest_sb, data=largest_sb, op0=nl.maximum, operand0=1.0, op1=nl.add,
+        dst=largest_sb,
+        data=largest_sb,
+        op0=nl.maximum,
+        operand0=1.0,
+        op1=nl.add,
         operand1=-float(room),
-    )  # fmt: skip
+    )
     passes_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
     divide_up(passes_sb, largest_sb, room)
     nisa.tensor_scalar(dst=passes_sb, data=passes_sb, op0=nl.maximum, operand0=0.0)

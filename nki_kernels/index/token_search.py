@@ -129,13 +129,16 @@ def count_inside(
         for tile in range(count):
             chosen = chosen_sb[:, first + tile, experts].expand_dim(1)
             nisa.nc_matmul(
-                dst=bank_ps[:, tile, :], stationary=chosen.broadcast(1, counts.copies),
-                moving=triangle_sb, accumulate=False,
-            )  # fmt: skip
+                dst=bank_ps[:, tile, :],
+                stationary=chosen.broadcast(1, counts.copies),
+                moving=triangle_sb,
+                accumulate=False,
+            )
         nisa.tensor_copy(
-            dst=counts.inside_sb[:, first : first + count, :], src=bank_ps,
+            dst=counts.inside_sb[:, first : first + count, :],
+            src=bank_ps,
             engine=nisa.engine.vector if first // at_once % 2 == 0 else nisa.engine.scalar,
-        )  # fmt: skip
+        )
 
 
 def count_ends(counts: ChoiceCounts) -> None:
@@ -191,14 +194,18 @@ def start_searches(
             start = first * copies * R + (R - 1 - run.number if is_backwards else run.number)
             nisa.iota(
                 dst=line_sb[:, :, run.first : run.first + run.count],
-                pattern=[[copies * R, count], [step, run.count]], offset=start,
+                pattern=[[copies * R, count], [step, run.count]],
+                offset=start,
                 channel_multiplier=0,
-            )  # fmt: skip
+            )
         number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
-            dst=number_sb, data=line_sb.reshape(shape), op0=nl.add, operand0=ahead_sb,
+            dst=number_sb,
+            data=line_sb.reshape(shape),
+            op0=nl.add,
+            operand0=ahead_sb,
             engine=nisa.engine.scalar,
-        )  # fmt: skip
+        )
         searches.append(
             PlaceSearch(tokens, counts, banks, first * copies, number_sb, number_sb, number_sb, 0)
         )
@@ -277,9 +284,13 @@ def _bisect(search: PlaceSearch) -> None:
             dst=more_ps, data1=search.found_sb, data2=_of_bank(search, wanted_ps), op=nl.less_equal
         )
         nisa.scalar_tensor_tensor(
-            dst=index_sb, data=search.index_sb, op0=nl.multiply, operand0=2.0, op1=nl.add,
+            dst=index_sb,
+            data=search.index_sb,
+            op0=nl.multiply,
+            operand0=2.0,
+            op1=nl.add,
             operand1=more_ps,
-        )  # fmt: skip
+        )
     search.index_sb = index_sb
     search.step = step + 2 if step == 0 and tiles != 2 else step + 1
     if tiles > 1 and (1 << search.step) == tiles:
@@ -309,9 +320,13 @@ def _quarter(search: PlaceSearch, index_sb: nl.ndarray) -> None:
             nisa.tensor_scalar(dst=ended, data=number_sb, op0=nl.greater_equal, operand0=end)
         else:
             nisa.scalar_tensor_tensor(
-                dst=ended, data=number_sb, op0=nl.greater_equal, operand0=end, op1=nl.add,
+                dst=ended,
+                data=number_sb,
+                op0=nl.greater_equal,
+                operand0=end,
+                op1=nl.add,
                 operand1=sums[(part - 1) % 2],
-            )  # fmt: skip
+            )
 
 
 def _count_until(counts: ChoiceCounts, part: int, parts: int) -> nl.ndarray:
@@ -346,16 +361,22 @@ def _enter_tiles(search: PlaceSearch) -> None:
     nisa.nc_n_gather(dst=start_sb, data=search.counts.starts_sb, indices=search.index_sb)
     number_ps = _of_bank(search, search.banks.number_ps)
     nisa.tensor_tensor(
-        dst=_of_bank(search, search.banks.inside_ps), data1=number_ps, data2=start_sb,
+        dst=_of_bank(search, search.banks.inside_ps),
+        data1=number_ps,
+        data2=start_sb,
         op=nl.subtract,
-    )  # fmt: skip
+    )
     # Token 128 * tile + partition of the search is number partition * count + tile of the core.
     tokens = search.tokens
     nisa.tensor_scalar(
-        dst=number_ps, data=search.index_sb, op0=nl.multiply,
-        operand0=1.0 - PARTITIONS * tokens.count, op1=nl.add, operand1=tokens.first + 1.0,
+        dst=number_ps,
+        data=search.index_sb,
+        op0=nl.multiply,
+        operand0=1.0 - PARTITIONS * tokens.count,
+        op1=nl.add,
+        operand1=tokens.first + 1.0,
         engine=nisa.engine.scalar,
-    )  # fmt: skip
+    )
 
 
 def _name_tokens(search: PlaceSearch) -> None:
@@ -364,9 +385,13 @@ def _name_tokens(search: PlaceSearch) -> None:
     token_ps = _of_bank(search, search.banks.more_ps)
     if ends_sb.shape[1] > 1:
         nisa.scalar_tensor_tensor(
-            dst=token_ps, data=search.index_sb, op0=nl.multiply, operand0=float(tokens.count),
-            op1=nl.add, operand1=_of_bank(search, search.banks.number_ps),
-        )  # fmt: skip
+            dst=token_ps,
+            data=search.index_sb,
+            op0=nl.multiply,
+            operand0=float(tokens.count),
+            op1=nl.add,
+            operand1=_of_bank(search, search.banks.number_ps),
+        )
     else:
         nisa.tensor_scalar(
             dst=token_ps, data=search.index_sb, op0=nl.add, operand0=tokens.first + 1.0
@@ -374,9 +399,13 @@ def _name_tokens(search: PlaceSearch) -> None:
     last = ends_sb.shape[1] - 1
     search.found_sb = nl.ndarray(search.number_sb.shape, nl.float32, buffer=nl.sbuf)
     nisa.scalar_tensor_tensor(
-        dst=search.found_sb, data=search.number_sb, op0=nl.less,
-        operand0=ends_sb[:, last : last + 1], op1=nl.multiply, operand1=token_ps,
-    )  # fmt: skip
+        dst=search.found_sb,
+        data=search.number_sb,
+        op0=nl.less,
+        operand0=ends_sb[:, last : last + 1],
+        op1=nl.multiply,
+        operand1=token_ps,
+    )
 
 
 def list_found(list_sb: nl.ndarray, search: PlaceSearch, num_experts: int, rows: int) -> None:
@@ -401,7 +430,7 @@ def list_found(list_sb: nl.ndarray, search: PlaceSearch, num_experts: int, rows:
             dst=list_sb[:, first : first + kept * counts.experts],
             src=turned_ps[:, 0 : kept * counts.experts],
             engine=nisa.engine.vector if block % 2 == 0 else nisa.engine.scalar,
-        )  # fmt: skip
+        )
 
 
 def search_columns(tokens: TokenTiles, num_experts: int, width: int, num_passes: int) -> int:

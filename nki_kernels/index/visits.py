@@ -250,9 +250,13 @@ def _group_tiles(
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.
     nisa.tensor_tensor_scan(
-        dst=ends_sb[:, 1 : P * E + 1], data0=visits_sb, data1=visits_sb, initial=0.0, op0=nl.add,
+        dst=ends_sb[:, 1 : P * E + 1],
+        data0=visits_sb,
+        data1=visits_sb,
+        initial=0.0,
+        op0=nl.add,
         op1=nl.maximum,
-    )  # fmt: skip
+    )
     return _Runs(ends_sb, tile_sb)
 
 
@@ -349,8 +353,9 @@ def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> 
     """
     P, G = _num_positions(visits), len(sizes_of(visits.largest, visits.tells_short))
     whole_sb, steps_sb = _new(P, nl.int32), _new(G + 1, nl.float32)
-    divide_up(whole_sb, ends_sb[:, num_experts - 1 : P * num_experts : num_experts],
-              visits.num_lanes)  # fmt: skip
+    divide_up(
+        whole_sb, ends_sb[:, num_experts - 1 : P * num_experts : num_experts], visits.num_lanes
+    )
     nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb[:, 0:G])
     if P > G:  # single tiles have one loop, short or not
@@ -522,9 +527,13 @@ def _split_runs(
         of_run.append(_rest_of_two(group_sb, less_sb))
     _scale_and_add(size_sb, less_sb, -1.0, float(visits.largest))
     nisa.tensor_scalar(
-        dst=none_sb, data=size_sb, op0=nl.equal, operand0=0.0, op1=nl.multiply,
+        dst=none_sb,
+        data=size_sb,
+        op0=nl.equal,
+        operand0=0.0,
+        op1=nl.multiply,
         operand1=float(num_experts),
-    )  # fmt: skip
+    )
     _add(expert_sb, expert_sb, none_sb)
     return expert_sb, of_run
 
@@ -580,9 +589,13 @@ def _place_tiles(
     nisa.tensor_copy(dst=index_sb, src=run_sb)
     # _Runs of all sizes but the largest begin after the full visits.
     nisa.tensor_scalar(
-        dst=live_sb, data=size_sb, op0=nl.less, operand0=float(largest), op1=nl.multiply,
+        dst=live_sb,
+        data=size_sb,
+        op0=nl.less,
+        operand0=float(largest),
+        op1=nl.multiply,
         operand1=float(num_experts),
-    )  # fmt: skip
+    )
     _subtract(first_sb, visit_sb, _gather(runs.ends, index_sb))
     for short_sb in of_run[1:]:
         # A visit with a short tile is its expert's last: the one before the end of its tiles.
@@ -652,9 +665,13 @@ def _place_columns(
         _subtract(places, origin, wanted)
         beyond_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
-            dst=beyond_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,
+            dst=beyond_sb,
+            data=column_sb,
+            op0=nl.less,
+            operand0=0.0,
+            op1=nl.multiply,
             operand1=2.0 * no_tile(num_tiles),
-        )  # fmt: skip
+        )
         _add(column_sb, column_sb, beyond_sb)
     else:
         _subtract(places, wanted, origin)

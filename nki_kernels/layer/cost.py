@@ -52,17 +52,25 @@ def cost_prefill_layer(
     experts, top_k = config.experts, choices_of(config).top_k
     num_tokens, H, cores = experts.num_tokens, experts.H, experts.num_cores
     output = cost_combine(
-        num_tokens, top_k, H, num_partials(experts), out_dtype=str(config.out.out_dtype),
-        num_pairs=int(np.sum(slots >= 0)), num_cores=cores, ranks=config.out.ranks,
-    )  # fmt: skip
+        num_tokens,
+        top_k,
+        H,
+        num_partials(experts),
+        out_dtype=str(config.out.out_dtype),
+        num_pairs=int(np.sum(slots >= 0)),
+        num_cores=cores,
+        ranks=config.out.ranks,
+    )
     beside = num_tokens * _WORD_BYTES * (1 + int(config.out.has_gate))
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
     stages = (
         _front_cost(config, num_passes),
-        cost_blockwise_moe(experts, lists, slots, has_ids=True), output,
-        KernelCost(beside, 0, 0), _shared_cost(config, num_whole),
-    )  # fmt: skip
+        cost_blockwise_moe(experts, lists, slots, has_ids=True),
+        output,
+        KernelCost(beside, 0, 0),
+        _shared_cost(config, num_whole),
+    )
     total = KernelCost(0, 0, 0)
     for stage in stages:
         total = total + stage

@@ -208,9 +208,16 @@ def prefill_layer(
     chosen_by = Choosing(operands, first_expert, index, affinities, is_real)
     listed = _allocate_index(hidden.shape[0], choices_of(config).top_k, config)
     x = Operands(
-        x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, listed.slot_scale,
+        x_TH,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        gate_up_scale,
+        down_scale,
+        listed.slot_scale,
         make_output(config.experts),
-    )  # fmt: skip
+    )
     weights = _index_tokens(chosen_by, listed, x, config)
     b = make_buffers(config.experts, weights)
     # Where inputs are scaled the cores meet behind the first rows, before they read scales.
@@ -250,10 +257,15 @@ def prefill_layer(
 def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
     """Return what says which visits there are."""
     return Lists(
-        None, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
-        lane_of(config.experts), row_runs(config.experts.tile_rows, config.visits.tells_short),
+        None,
+        index.slot_scale,
+        index.visits[0],
+        index.visits[1],
+        index.visits[2],
+        lane_of(config.experts),
+        row_runs(config.experts.tile_rows, config.visits.tells_short),
         config.experts.scaling == "pre",
-    )  # fmt: skip
+    )
 
 
 def _index_tokens(
@@ -329,9 +341,13 @@ def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
     divide_down(tile_sb, slot_sb, rows)
     number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.scalar_tensor_tensor(
-        dst=number_sb, data=tile_sb, op0=nl.multiply, operand0=-float(rows), op1=nl.add,
+        dst=number_sb,
+        data=tile_sb,
+        op0=nl.multiply,
+        operand0=-float(rows),
+        op1=nl.add,
         operand1=slot_sb,
-    )  # fmt: skip
+    )
     run = run_of(runs, 0)
     while run.number + run.count < rows:
         following = run_of(runs, run.number + run.count)
@@ -339,9 +355,13 @@ def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
         step = following.first - following.number - run.first + run.number
         moved_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
-            dst=moved_sb, data=number_sb, op0=nl.greater_equal, operand0=float(following.number),
-            op1=nl.multiply, operand1=float(step),
-        )  # fmt: skip
+            dst=moved_sb,
+            data=number_sb,
+            op0=nl.greater_equal,
+            operand0=float(following.number),
+            op1=nl.multiply,
+            operand1=float(step),
+        )
         row_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=row_sb, data1=slot_sb, data2=moved_sb, op=nl.add)
         slot_sb, run = row_sb, following
@@ -372,16 +392,23 @@ def _list_visits(
         if nl.program_id(0) > 0:
             sides = [other_sb, own_sb]
     index.visits, known = list_visits(
-        total_sb, last_block_sb, config.visits, dims,
+        total_sb,
+        last_block_sb,
+        config.visits,
+        dims,
         ListedTokens(nl.num_programs(0), sides, meanwhile),
-    )  # fmt: skip
+    )
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_up(tiles_sb, total_sb, rows)
     end_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.scalar_tensor_tensor(
-        dst=end_sb, data=tiles_sb, op0=nl.multiply, operand0=float(rows), op1=nl.add,
+        dst=end_sb,
+        data=tiles_sb,
+        op0=nl.multiply,
+        operand0=float(rows),
+        op1=nl.add,
         operand1=start_sb,
-    )  # fmt: skip
+    )
     return (start_sb, end_sb), known
 
 
@@ -427,9 +454,13 @@ def _fill_ids(
             continue
         if len(found) > 1:
             nisa.scalar_tensor_tensor(
-                dst=flat_sb[:, some], data=found[0][:, some], op0=nl.add, operand0=-1.0,
-                op1=nl.add, operand1=found[1][:, some],
-            )  # fmt: skip
+                dst=flat_sb[:, some],
+                data=found[0][:, some],
+                op0=nl.add,
+                operand0=-1.0,
+                op1=nl.add,
+                operand1=found[1][:, some],
+            )
         else:
             nisa.tensor_scalar(
                 dst=flat_sb[:, some], data=found[0][:, some], op0=nl.add, operand0=-1.0
@@ -464,9 +495,13 @@ def _next_places(lists: TokenLists, known: KnownVisits, config: PrefillLayerConf
         nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(lists.width))
         earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(
-            dst=earlier_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,
+            dst=earlier_sb,
+            data=column_sb,
+            op0=nl.less,
+            operand0=0.0,
+            op1=nl.multiply,
             operand1=2.0 * NOBODY,
-        )  # fmt: skip
+        )
         nisa.tensor_tensor(dst=column_sb, data1=column_sb, data2=earlier_sb, op=nl.add)
 
 
@@ -489,9 +524,16 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     if config.out.has_shared:
         shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
-        listed, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
-        gates_T1, index_TK, shared_tokens,
-    )  # fmt: skip
+        listed,
+        slot_of_pair_TK,
+        affinities_TK,
+        weights_TK,
+        slot_scale,
+        spoils_T1,
+        gates_T1,
+        index_TK,
+        shared_tokens,
+    )
 
 
 def _choose(chosen_by: Choosing, config: PrefillLayerConfig, tokens: TokenTiles) -> LocalPairs:
@@ -553,9 +595,15 @@ def _load_choices(
     spoils_sb = nl.ndarray(shape[0:2], nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=spoils_sb, data=nothing_sb, op=nl.add, axis=2)
     return RoutedTiles(
-        affinities_sb, index_sb, spoils_sb, spoils_sb, spoils_sb, affinities_sb, index_sb,
+        affinities_sb,
+        index_sb,
         spoils_sb,
-    )  # fmt: skip
+        spoils_sb,
+        spoils_sb,
+        affinities_sb,
+        index_sb,
+        spoils_sb,
+    )
 
 
 def _weigh(

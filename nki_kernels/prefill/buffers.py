@@ -425,16 +425,22 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
     for run in lists.row_runs:
         nisa.iota(
-            dst=number_sb[run.first : run.first + run.count], pattern=[[1, 1]],
-            offset=1 + run.number, channel_multiplier=1,
-        )  # fmt: skip
+            dst=number_sb[run.first : run.first + run.count],
+            pattern=[[1, 1]],
+            offset=1 + run.number,
+            channel_multiplier=1,
+        )
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
     slot_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
-        dst=slot_sb, data=rows_sb, op0=nl.multiply, operand0=float(R), op1=nl.add,
+        dst=slot_sb,
+        data=rows_sb,
+        op0=nl.multiply,
+        operand0=float(R),
+        op1=nl.add,
         operand1=number_sb,
-    )  # fmt: skip
+    )
     nisa.tensor_tensor(dst=slot_sb, data1=slot_sb, data2=live_sb, op=nl.multiply)
     nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
 
@@ -461,9 +467,13 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         first = piece * rows
         number = number_of(lists.row_runs, first) // rows
         nisa.tensor_scalar(
-            dst=number_sb, data=tiles_sb, op0=nl.multiply, operand0=float(count), op1=nl.add,
+            dst=number_sb,
+            data=tiles_sb,
+            op0=nl.multiply,
+            operand0=float(count),
+            op1=nl.add,
             operand1=float(number),
-        )  # fmt: skip
+        )
         for begin in range(0, entries, BANK_FLOATS):
             end = min(entries, begin + BANK_FLOATS)
             sum_ps = b.outer_ps[piece % len(b.outer_ps)][0:1, 0 : end - begin]

@@ -279,9 +279,13 @@ def _drafts(
     tiles = float(tiles_E.sum() / max(1, np.count_nonzero(tiles_E)))
     num_slots = most_blocks(expected.num_tokens, expected.top_k, sizes.E, block_size) * block_size
     work = PrefillWork(
-        block_size, num_slots, expected.num_tokens, expected.num_cores, expected.scaling,
+        block_size,
+        num_slots,
+        expected.num_tokens,
+        expected.num_cores,
+        expected.scaling,
         expected.stores,
-    )  # fmt: skip
+    )
     largest = max(search.largest_visits)
     first = replace(
         request, shard_plan=search.shard_plans[0], largest_visit=largest, tiles_per_expert=tiles
@@ -436,9 +440,13 @@ def estimate_us(
     """
     loops = _loops(config, tokens_E)
     shared_ns = sum_ns(
-        config.num_tokens, top_k, config.H, num_partials(config), int(tokens_E.sum()),
+        config.num_tokens,
+        top_k,
+        config.H,
+        num_partials(config),
+        int(tokens_E.sum()),
         config.num_cores,
-    )  # fmt: skip
+    )
     found = []
     for corner in CORNERS:
         total_ns = shared_ns

@@ -252,9 +252,14 @@ def computed_rows(config: PrefillConfig, size: int, j: int) -> int:
 def fit_of(loop: LoopPlan) -> LoopFit:
     """Return what of a loop plan is a choice."""
     return LoopFit(
-        tiles_of(loop.classes[0]), loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
-        loop.h_parts, loop.is_eager,
-    )  # fmt: skip
+        tiles_of(loop.classes[0]),
+        loop.in_parts,
+        loop.out_parts,
+        loop.weight_buffers,
+        loop.turns,
+        loop.h_parts,
+        loop.is_eager,
+    )
 
 
 def loads_in_parts(loop: LoopPlan) -> bool:

@@ -138,9 +138,14 @@ def blockwise_moe(
         make_output(config),
     )
     lists = Lists(
-        slots, slot_scale, visit_expert, visit_tile, class_trips, lane_of(config),
+        slots,
+        slot_scale,
+        visit_expert,
+        visit_tile,
+        class_trips,
+        lane_of(config),
         row_runs(config.tile_rows, False),
-    )  # fmt: skip
+    )
     weights = make_weight_buffers(config)
     return compute_visits(config, make_buffers(config, weights), weights, x, lists)
 

@@ -149,10 +149,24 @@ def _draft(
     stores = "tiles" if request.missing == "spare" else work.stores
     tile_rows = min(work.block_size, 128)
     draft = PrefillConfig(
-        formula, sizes.H, sizes.I, sizes.E, sizes.weight_format, sizes.has_scales, tile_rows,
-        work.num_slots // tile_rows, work.num_tokens, work.num_cores, work.scaling, stores,
-        shard, loop, tile_axis(sizes.H), tile_axis(sizes.I), request.chip,
-    )  # fmt: skip
+        formula,
+        sizes.H,
+        sizes.I,
+        sizes.E,
+        sizes.weight_format,
+        sizes.has_scales,
+        tile_rows,
+        work.num_slots // tile_rows,
+        work.num_tokens,
+        work.num_cores,
+        work.scaling,
+        stores,
+        shard,
+        loop,
+        tile_axis(sizes.H),
+        tile_axis(sizes.I),
+        request.chip,
+    )
     if request.tells_short and not can_tell_short(draft):
         raise ValueError(
             f"tells_short=True, block_size={work.block_size}, shard_plan={request.shard_plan!r},"

@@ -126,12 +126,17 @@ class _Play:
         stack = HbmStack(chip) if num_cores > 1 else None
         self._cores = [
             _Core(
-                Array(chip, warms_up=True), DmaEngines(chip, stack), [core * _APART_NS] * QUEUES,
-                [0.0] * len(stages), list(waits), [0.0] * trips, [*map(len, self._of_trip)],
+                Array(chip, warms_up=True),
+                DmaEngines(chip, stack),
+                [core * _APART_NS] * QUEUES,
+                [0.0] * len(stages),
+                list(waits),
+                [0.0] * trips,
+                [*map(len, self._of_trip)],
                 0 if is_list else trips,
             )
             for core in range(num_cores)
-        ]  # fmt: skip
+        ]
         self._heap: list[tuple[float, int, int]] = []
 
     def run(self) -> list[float]:

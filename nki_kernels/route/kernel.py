@@ -186,9 +186,11 @@ def _spoil_affinities(routed: RoutedTiles, top_k: int) -> None:
     """Make affinities of broken tokens NaN, which sigmoids of infinite logits are not."""
     affinities = routed.affinities_sb.reshape_dim(1, (routed.spoils_sb.shape[1], top_k))
     nisa.tensor_tensor(
-        dst=affinities, data1=affinities, data2=routed.spoils_sb.expand_dim(2).broadcast(2, top_k),
+        dst=affinities,
+        data1=affinities,
+        data2=routed.spoils_sb.expand_dim(2).broadcast(2, top_k),
         op=nl.add,
-    )  # fmt: skip
+    )
 
 
 def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> RoutedTiles:
@@ -482,9 +484,13 @@ def _load_hidden(
     scale_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     # The squares themselves are not needed.
     nisa.activation_reduce(
-        dst=squares_sb[0:rows, :], op=nl.square, data=real, scale=hidden_size**-0.5,
-        reduce_op=nl.add, reduce_res=scale_sb,
-    )  # fmt: skip
+        dst=squares_sb[0:rows, :],
+        op=nl.square,
+        data=real,
+        scale=hidden_size**-0.5,
+        reduce_op=nl.add,
+        reduce_res=scale_sb,
+    )
     return _LoadedTile(hidden_sb, scale_sb)
 
 
@@ -505,9 +511,14 @@ def _normalize(
     # A root of the Scalar engine would change its table twice a tile. GpSimd takes it a step after
     # the squares, for which it would wait otherwise.
     nisa.tensor_scalar(
-        dst=loaded.scale_sb, data=loaded.scale_sb, op0=nl.add, operand0=config.norm_eps,
-        op1=nl.power, operand1=-0.5, engine=nisa.engine.gpsimd,
-    )  # fmt: skip
+        dst=loaded.scale_sb,
+        data=loaded.scale_sb,
+        op0=nl.add,
+        operand0=config.norm_eps,
+        op1=nl.power,
+        operand1=-0.5,
+        engine=nisa.engine.gpsimd,
+    )
     # The Vector engine reads one operand from SBUF and one from PSUM at full rate, two of SBUF at
     # half of it. GpSimd, which does little else, takes a share of the columns.
     first = hidden_size - gpsimd_columns(table, hidden_size)

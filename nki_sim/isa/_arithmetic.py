@@ -40,9 +40,10 @@ def alu(core: Core, operand: str, op: Any, arity: int | None = None) -> AluOp:
     least = found.minimum_generation
     if least > _FIRST_GENERATION and least > core.target.version.value:
         raise IllegalOperand(
-            operand, f"an operator of {core.target.version.name}",
+            operand,
+            f"an operator of {core.target.version.name}",
             f"{name}, which needs gen{found.minimum_generation}",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -164,9 +165,10 @@ def check_stage_types(data: NkiTensor, dst: NkiTensor, stages: tuple[Stage, ...]
             if operand_tensor.dtype.is_integer and is_integer32(data):
                 continue
             raise IllegalOperand(
-                f"operand{number}", "a floating-point (P, 1) tensor for arithmetic",
+                f"operand{number}",
+                "a floating-point (P, 1) tensor for arithmetic",
                 str(operand_tensor.dtype),
-            )  # fmt: skip
+            )
 
 
 def is_integer32(tensor: NkiTensor) -> bool:
@@ -293,9 +295,10 @@ def accumulator(
         return None
     elif register not in core.accumulators:
         raise IllegalOperand(
-            "reduce_cmd", "a reset_reduce or load_reduce before the registers are used",
+            "reduce_cmd",
+            "a reset_reduce or load_reduce before the registers are used",
             f"{command.name} on registers that nobody set",
-        )  # fmt: skip
+        )
     updates = command not in (reduce_cmd.idle, reduce_cmd.reset)
     loaded = initial if command is reduce_cmd.load_reduce else None
     return Accumulator(op, register, updates, loaded, result, start, partitions)

@@ -115,8 +115,9 @@ def check_gpsimd_memory(*operands: tuple[str, NkiTensor]) -> None:
     """GpSimd reaches SBUF only."""
     for name, value in operands:
         if value._alloc.space != tr.SBUF:
-            raise IllegalOperand(name, "a tensor in SBUF, as GpSimd reads and writes nothing else",
-                                 value.buffer.name)  # fmt: skip
+            raise IllegalOperand(
+                name, "a tensor in SBUF, as GpSimd reads and writes nothing else", value.buffer.name
+            )
 
 
 def check_generation(core: Core, minimum: Any, what: str) -> None:

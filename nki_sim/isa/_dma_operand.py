@@ -72,8 +72,9 @@ class Access:
         walk = self.walk
         assert walk is not None
         tensor = self.tensor
-        return np.ndarray(walk.shape, tensor.dtype.numpy, tensor._alloc.data, walk.offset,
-                          walk.strides)  # fmt: skip
+        return np.ndarray(
+            walk.shape, tensor.dtype.numpy, tensor._alloc.data, walk.offset, walk.strides
+        )
 
     def cost_key(self) -> Any:
         """Return what the cost depends on."""
@@ -217,10 +218,11 @@ def _resolve_scalar(
         return Access(value._derive(value.shape, value.strides, first, static=True), registers=1)
     if mode is not Oob.skip:
         raise OutOfBounds(
-            operand, f"a scalar offset that keeps the access inside {dynamic.limit} elements",
+            operand,
+            f"a scalar offset that keeps the access inside {dynamic.limit} elements",
             f"{index} times {dynamic.multiplier} plus {dynamic.static}, {span} elements long",
             "Use oob_mode.skip for padding",
-        )  # fmt: skip
+        )
     access = Access(value, registers=1)
     starts = np.full(1, first, dtype=np.int64)
     for count, stride in zip(value.shape[:-1], value.strides[:-1], strict=True):
@@ -249,9 +251,10 @@ def rows_at(core: Core, operand: str, value: NkiTensor, indices: Any, mode: Any)
     assert dynamic is not None
     if len(indices) != value.shape[0]:
         raise IllegalOperand(
-            operand, f"{value.shape[0]} indices for the first axis of the pattern",
+            operand,
+            f"{value.shape[0]} indices for the first axis of the pattern",
             f"{len(indices)} in vector_offset",
-        )  # fmt: skip
+        )
     access = Access(value, registers=1)
     access.indirect = True
     access.inner_shape = value.shape[1:]
@@ -272,10 +275,11 @@ def rows_at(core: Core, operand: str, value: NkiTensor, indices: Any, mode: Any)
         if mode is not Oob.skip:
             bad = int(np.argmin(valid))
             raise OutOfBounds(
-                operand, f"indices of rows inside {dynamic.limit} elements, "
-                f"{dynamic.multiplier} a row", f"index {int(indices[bad])} at position {bad}",
+                operand,
+                f"indices of rows inside {dynamic.limit} elements, {dynamic.multiplier} a row",
+                f"index {int(indices[bad])} at position {bad}",
                 "Use oob_mode.skip for padding",
-            )  # fmt: skip
+            )
         access.valid = valid
     return access
 
@@ -300,8 +304,12 @@ def check_overlap(dst: Access, src: Access) -> None:
     if not (x.dense and y.dense):
         return
     if meet(x, y):
-        raise IllegalOperand("src", "a source that does not overlap dst", "overlapping views",
-                             "An exact self-copy is allowed")  # fmt: skip
+        raise IllegalOperand(
+            "src",
+            "a source that does not overlap dst",
+            "overlapping views",
+            "An exact self-copy is allowed",
+        )
 
 
 def cast(values: Array, source: DType, target: DType) -> Array:

@@ -52,18 +52,28 @@ def dma_copy(
     # Constraints.
     _check_sides(("dst", dst), ("src", src))
     if dst.size != src.size:
-        raise IllegalOperand("src", f"{dst.size} elements like dst {list(dst.shape)}",
-                             f"{src.size} ({list(src.shape)})")  # fmt: skip
+        raise IllegalOperand(
+            "src",
+            f"{dst.size} elements like dst {list(dst.shape)}",
+            f"{src.size} ({list(src.shape)})",
+        )
     if priority is not None:
         check_generation(core, nc_version.gen4, "priority")
     mode = _dge(core, dge_mode, dst, src)
     _check_queue(engine, mode)
     if mode is Dge.hwdge and dst.dtype is not src.dtype:
-        raise IllegalOperand("dst", f"{src.dtype} like src with hwdge, which does not cast",
-                             str(dst.dtype), "Use .view() to reinterpret")  # fmt: skip
+        raise IllegalOperand(
+            "dst",
+            f"{src.dtype} like src with hwdge, which does not cast",
+            str(dst.dtype),
+            "Use .view() to reinterpret",
+        )
     if "x" in (dst.dtype.kind, src.dtype.kind) and dst.dtype.itemsize != src.dtype.itemsize:
-        raise IllegalOperand("dst", f"elements of {src.dtype.itemsize} bytes, as packed types are "
-                             "not cast", str(dst.dtype))  # fmt: skip
+        raise IllegalOperand(
+            "dst",
+            f"elements of {src.dtype.itemsize} bytes, as packed types are not cast",
+            str(dst.dtype),
+        )
     to, source = resolve(core, "dst", dst, oob_mode), resolve(core, "src", src, oob_mode)
     fence = is_same(to, source)
     if not fence:
@@ -73,9 +83,13 @@ def dma_copy(
     facts = _facts(to, [source], mode, engine, moved=not fence)
     trace = core.trace
     index = core.emit(
-        "dma_copy", tr.DMA, facts, source.range_ids(trace) + _index_ids(core, dst, src),
-        to.range_ids(trace), name,
-    )  # fmt: skip
+        "dma_copy",
+        tr.DMA,
+        facts,
+        source.range_ids(trace) + _index_ids(core, dst, src),
+        to.range_ids(trace),
+        name,
+    )
 
     # Meaning.
     def combine(arrays: list[Array]) -> Array:
@@ -131,9 +145,13 @@ def dma_transpose(
     facts = _facts(to, [source], mode, Engine.unknown, transpose=f"{src.dtype.itemsize}-byte")
     trace = core.trace
     index = core.emit(
-        "dma_transpose", tr.DMA, facts, source.range_ids(trace) + _index_ids(core, dst, src),
-        to.range_ids(trace), name,
-    )  # fmt: skip
+        "dma_transpose",
+        tr.DMA,
+        facts,
+        source.range_ids(trace) + _index_ids(core, dst, src),
+        to.range_ids(trace),
+        name,
+    )
 
     # Meaning: the destination is walked in the order of the source.
     to.reorder(tuple(int(axis) for axis in np.argsort(order)))
@@ -182,9 +200,10 @@ def dma_compute(
         raise IllegalOperand("oob_mode", "skip with a dynamic offset only", "static operands")
     if len(sources) == 1:
         core.machine.find(
-            "deprecated", core.location(),
+            "deprecated",
+            core.location(),
             "dma_compute of one source copies it; list dst as a source to accumulate",
-        )  # fmt: skip
+        )
     to = resolve(core, "dst", dst, oob_mode)
     moved = [resolve(core, "srcs", src, oob_mode) for src in sources]
     if unique_indices and to.indirect:
@@ -197,9 +216,13 @@ def dma_compute(
     for access in moved:
         reads += access.range_ids(trace)
     index = core.emit(
-        "dma_compute", tr.DMA, facts, reads + _index_ids(core, dst, *sources), to.range_ids(trace),
+        "dma_compute",
+        tr.DMA,
+        facts,
+        reads + _index_ids(core, dst, *sources),
+        to.range_ids(trace),
         name,
-    )  # fmt: skip
+    )
 
     # Meaning.
     def combine(arrays: list[Array]) -> Array:
@@ -229,8 +252,12 @@ def _check_sides(*operands: tuple[str, NkiTensor]) -> None:
         if type(value) is not NkiTensor:
             raise IllegalOperand(operand, "a tensor", repr(value))
         if value._alloc.space == tr.PSUM:
-            raise IllegalOperand(operand, "a tensor in HBM or SBUF", "psum",
-                                 "Copy it to SBUF with nisa.tensor_copy first")  # fmt: skip
+            raise IllegalOperand(
+                operand,
+                "a tensor in HBM or SBUF",
+                "psum",
+                "Copy it to SBUF with nisa.tensor_copy first",
+            )
 
 
 def _dge(core: Core, mode: Any, *operands: NkiTensor) -> Dge:
@@ -275,9 +302,10 @@ def _check_hardware_transpose(src: NkiTensor) -> None:
             raise IllegalOperand("src", "16 rows with hwdge and two axes", str(rows))
     elif rows not in (1, 2, 4, 8, 16) or rows * src.shape[-2] % 16:
         raise IllegalOperand(
-            "src", "1, 2, 4, 8 or 16 on axis 0, and a multiple of 16 with axis -2, with hwdge",
+            "src",
+            "1, 2, 4, 8 or 16 on axis 0, and a multiple of 16 with axis -2, with hwdge",
             f"{list(src.shape)}",
-        )  # fmt: skip
+        )
 
 
 def _check_indirect_transpose(src: NkiTensor) -> None:
@@ -288,18 +316,20 @@ def _check_indirect_transpose(src: NkiTensor) -> None:
         raise IllegalOperand("src", "elements of 2 bytes with a vector_offset", str(src.dtype))
     if src.shape[-1] > 128 or src.shape[0] % 16:
         raise IllegalOperand(
-            "src", "a multiple of 16 rows and at most 128 on the last axis with a vector_offset",
+            "src",
+            "a multiple of 16 rows and at most 128 on the last axis with a vector_offset",
             f"{list(src.shape)}",
-        )  # fmt: skip
+        )
     if src.ndim == 4 and 1 not in src.shape[1:3]:
         raise IllegalOperand("src", "size 1 on axis 1 or 2", f"{list(src.shape)}")
     rows = index.shape[0]
     columns = index.size // rows
     if rows % 16 or not 16 <= rows <= 128 or (columns > 1 and rows != 128):
         raise IllegalOperand(
-            "vector_offset", "16 to 128 rows, a multiple of 16; 128 with several columns",
+            "vector_offset",
+            "16 to 128 rows, a multiple of 16; 128 with several columns",
             f"{list(index.shape)}",
-        )  # fmt: skip
+        )
     if index.size < src.shape[0]:
         raise IllegalOperand("vector_offset", f"at least {src.shape[0]} indices", str(index.size))
 
@@ -319,9 +349,11 @@ def _check_unique(access: Access) -> None:
     if len(values) != len(starts):
         twice = int(values[counts.argmax()])
         raise IllegalOperand(
-            "vector_offset", "unique indices", f"several for the row at element {twice}",
+            "vector_offset",
+            "unique indices",
+            f"several for the row at element {twice}",
             "Padding must be out of range, with oob_mode.skip",
-        )  # fmt: skip
+        )
 
 
 def _index_ids(core: Core, *operands: NkiTensor) -> tuple[int, ...]:
@@ -358,9 +390,14 @@ def _facts(
     """Return the interned facts of a data movement."""
     skipped = max(access.num_skipped for access in (dst, *srcs))
     key = (
-        dst.cost_key(), tuple([src.cost_key() for src in srcs]), mode, engine, transpose, moved,
+        dst.cost_key(),
+        tuple([src.cost_key() for src in srcs]),
+        mode,
+        engine,
+        transpose,
+        moved,
         skipped,
-    )  # fmt: skip
+    )
     found = _FACTS.get(key)
     if found is None:
         found = _FACTS[key] = _new_facts(dst, srcs, mode, engine, transpose, moved, skipped)

@@ -212,14 +212,16 @@ def exchange_chunks(
             who = f"{size} elements from rank {meeting.ranks[sender]}"
             if start + size > piece.size:
                 raise OutOfBounds(
-                    "metadata_tensor", f"chunks inside the {piece.size} elements of srcs",
+                    "metadata_tensor",
+                    f"chunks inside the {piece.size} elements of srcs",
                     f"{who} at {start}",
-                )  # fmt: skip
+                )
             if at + size > end:
                 raise OutOfBounds(
-                    "metadata_tensor", f"chunks that end before element {end} of dsts",
+                    "metadata_tensor",
+                    f"chunks that end before element {end} of dsts",
                     f"{who} at {at}",
-                )  # fmt: skip
+                )
             flat[at : at + size] = piece.reshape(-1)[start : start + size]
             received[sender] = size
 

@@ -287,9 +287,10 @@ def nonzero_with_count(
     elements = src.geometry.elements
     if dst.geometry.elements != elements + 1:
         raise IllegalOperand(
-            "dst", f"{elements + 1} elements per partition, one more than src",
+            "dst",
+            f"{elements + 1} elements per partition, one more than src",
             str(dst.geometry.elements),
-        )  # fmt: skip
+        )
     if src.dtype not in (dtypes.float32, dtypes.int32):
         raise IllegalOperand("src", "float32 or int32", str(src.dtype))
     if dst.dtype is not dtypes.int32:
@@ -343,9 +344,10 @@ def topk(
         raise IllegalOperand("n", "8 to 65535", repr(n))
     if src.geometry.elements * search.GROUP < n:
         raise IllegalOperand(
-            "src", f"at least {-(-n // search.GROUP)} elements per partition for n={n}",
+            "src",
+            f"at least {-(-n // search.GROUP)} elements per partition for n={n}",
             str(src.geometry.elements),
-        )  # fmt: skip
+        )
     if not 1 <= k <= n:
         raise IllegalOperand("val_dst", f"1 to n={n} elements per partition", str(k))
     if val_dst.dtype is not dtypes.bfloat16:

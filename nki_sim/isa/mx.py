@@ -50,16 +50,18 @@ def _scale_rows(operand: str, scale: Any, data: NkiTensor, columns: int) -> list
         raise IllegalOperand(operand, "uint8 or float8_e8m0fnu", str(scale.dtype))
     if scale.geometry.elements != columns:
         raise IllegalOperand(
-            operand, f"{columns} elements per partition, one per packed column",
+            operand,
+            f"{columns} elements per partition, one per packed column",
             str(scale.geometry.elements),
-        )  # fmt: skip
+        )
     quadrants = data.geometry.partitions // _QUADRANT
     needed = _QUADRANT * (quadrants - 1) + _GROUPS_PER_QUADRANT
     if scale.geometry.partitions < needed:
         raise IllegalOperand(
-            operand, f"at least {needed} partitions for {quadrants} quadrants of data",
+            operand,
+            f"at least {needed} partitions for {quadrants} quadrants of data",
             str(scale.geometry.partitions),
-        )  # fmt: skip
+        )
     start = scale.geometry.start_partition
     if start % _QUADRANT not in _SCALE_STARTS:
         raise IllegalOperand(
@@ -165,22 +167,25 @@ def _row_tile(k: int, stationary: NkiTensor, position: Any, size: Any) -> tuple[
         return ()
     if len(position or ()) != 2 or len(size or ()) != 2:
         raise IllegalOperand(
-            "tile_position", "two numbers each in tile_position and tile_size",
+            "tile_position",
+            "two numbers each in tile_position and tile_size",
             f"{position} and {size}",
-        )  # fmt: skip
+        )
     (row, column), (rows, columns) = map(int, position), map(int, size)
     if column != 0 or columns != 128:
         raise IllegalOperand("tile_size", "all 128 columns from column 0", f"{position}, {size}")
     if rows not in (32, 64, 128) or row % rows or row + rows > 128 or k > rows:
         raise IllegalOperand(
-            "tile_position", f"32, 64 or 128 rows at a multiple of that, at least {k}",
+            "tile_position",
+            f"32, 64 or 128 rows at a multiple of that, at least {k}",
             f"{position}, {size}",
-        )  # fmt: skip
+        )
     if rows < 128 and stationary.geometry.start_partition != row:
         raise IllegalOperand(
-            "stationary", f"start partition {row}, the row of the tile",
+            "stationary",
+            f"start partition {row}, the row of the tile",
             str(stationary.geometry.start_partition),
-        )  # fmt: skip
+        )
     return (row, column, rows, columns)
 
 

@@ -15,9 +15,17 @@ from nki_sim.isa.functions import ACTIVATIONS, ALU_OPS, Activation, AluOp
 
 # Functions of the language that no engine has as an operation, with their number of arguments.
 _HELPERS_ONLY: Final = {
-    "divide": 2, "fmod": 2, "mod": 2, "logical_not": 1, "cos": 1, "tan": 1, "ceil": 1, "floor": 1,
-    "trunc": 1, "negative": 1,
-}  # fmt: skip
+    "divide": 2,
+    "fmod": 2,
+    "mod": 2,
+    "logical_not": 1,
+    "cos": 1,
+    "tan": 1,
+    "ceil": 1,
+    "floor": 1,
+    "trunc": 1,
+    "negative": 1,
+}
 # Codes that are no functions of the language.
 _CODES_ONLY: Final = ("average", "prelu", "bypass")
 

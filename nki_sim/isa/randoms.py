@@ -38,11 +38,20 @@ _LANES: Final = 128
 _COUNTER_STEP: Final = np.uint32(362_437)
 _RAND2_TYPES: Final = frozenset(
     {
-        dtypes.float8_e4m3, dtypes.float8_e5m2, dtypes.float16, dtypes.bfloat16, dtypes.float32,
-        dtypes.tfloat32, dtypes.int8, dtypes.int16, dtypes.int32, dtypes.uint8, dtypes.uint16,
+        dtypes.float8_e4m3,
+        dtypes.float8_e5m2,
+        dtypes.float16,
+        dtypes.bfloat16,
+        dtypes.float32,
+        dtypes.tfloat32,
+        dtypes.int8,
+        dtypes.int16,
+        dtypes.int32,
+        dtypes.uint8,
+        dtypes.uint16,
         dtypes.uint32,
     }
-)  # fmt: skip
+)
 
 
 def _key(engine: Engine) -> str:

@@ -140,9 +140,18 @@ def activation_reduce(
     if type(reduce_res) is not NkiTensor:
         raise IllegalOperand("reduce_res", "a tensor of shape (P, 1)", repr(reduce_res))
     return _activate(
-        core, "activation_reduce", dst, op, data, bias, scale, reduce_op, reduce_res,
-        _RESET_REDUCE, name,
-    )  # fmt: skip
+        core,
+        "activation_reduce",
+        dst,
+        op,
+        data,
+        bias,
+        scale,
+        reduce_op,
+        reduce_res,
+        _RESET_REDUCE,
+        name,
+    )
 
 
 def _activate(

@@ -93,9 +93,10 @@ def sendrecv(
         raise IllegalOperand("dst", f"{src.dtype} like src", str(dst.dtype))
     if src._alloc is dst._alloc and share_bytes(src.geometry.walk, dst.geometry.walk):
         raise IllegalOperand(
-            "dst", "other bytes than src, which the other core reads meanwhile",
+            "dst",
+            "other bytes than src, which the other core reads meanwhile",
             f"overlapping views of {src.label()}",
-        )  # fmt: skip
+        )
     lnc = core.machine.lnc
     for operand, rank in (("send_to_rank", send_to_rank), ("recv_from_rank", recv_from_rank)):
         if not 0 <= int(rank) < lnc:
@@ -104,9 +105,11 @@ def sendrecv(
     row_bytes = src.geometry.elements * src.dtype.itemsize
     if by_gpsimd and row_bytes > _GPSIMD_DMA_BYTES[src.dtype.itemsize]:
         raise IllegalOperand(
-            "src", f"at most {_GPSIMD_DMA_BYTES[src.dtype.itemsize]} bytes per partition of "
-            f"{src.dtype} with gpsimd_dma", str(row_bytes),
-        )  # fmt: skip
+            "src",
+            f"at most {_GPSIMD_DMA_BYTES[src.dtype.itemsize]} bytes per partition of "
+            f"{src.dtype} with gpsimd_dma",
+            str(row_bytes),
+        )
 
     # Meaning: the data are those at the meeting.
     where = core.location()
@@ -120,9 +123,10 @@ def sendrecv(
     to, shape, dtype, payload = found[base + int(recv_from_rank)]
     if to != core.id or shape != src.shape or dtype is not src.dtype:
         raise DivergenceError(
-            "src", f"{list(src.shape)} of {src.dtype} for core {core.id} from the other core",
+            "src",
+            f"{list(src.shape)} of {src.dtype} for core {core.id} from the other core",
             f"{list(shape)} of {dtype} for core {to}",
-        )  # fmt: skip
+        )
 
     # Cost.
     key = ("sendrecv", core.rank, tuple(members), number)

@@ -90,23 +90,43 @@ def nc_matmul(
         _check_double_row(core, stationary, moving, is_transpose)
     tile = _check_tile(core, k, m, stationary, moving, result, tile_position, tile_size, double)
     if is_transpose and (n != k or accumulate):
-        raise IllegalOperand("moving", f"an identity of {k} columns, and no accumulation",
-                             f"{n} columns, accumulate={accumulate}")  # fmt: skip
+        raise IllegalOperand(
+            "moving",
+            f"an identity of {k} columns, and no accumulation",
+            f"{n} columns, accumulate={accumulate}",
+        )
 
     adds, mask = False, None
     if not is_transpose:
         adds, mask = accumulation(core, result, accumulate, (stationary, moving))
 
     # Cost.
-    key = (held.profile, streamed.profile, result.dtype, is_transpose, mode, tile,
-           is_stationary_onezero, is_moving_onezero, adds)  # fmt: skip
+    key = (
+        held.profile,
+        streamed.profile,
+        result.dtype,
+        is_transpose,
+        mode,
+        tile,
+        is_stationary_onezero,
+        is_moving_onezero,
+        adds,
+    )
     facts = _FACTS.get(key)
     if facts is None:
         facts = _FACTS[key] = tr.MatmulFacts(
-            k, m, n, str(stationary.dtype), str(moving.dtype), str(result.dtype), is_transpose,
-            str(mode), tile, int(is_stationary_onezero) + int(is_moving_onezero),
+            k,
+            m,
+            n,
+            str(stationary.dtype),
+            str(moving.dtype),
+            str(result.dtype),
+            is_transpose,
+            str(mode),
+            tile,
+            int(is_stationary_onezero) + int(is_moving_onezero),
             accumulates=adds,
-        )  # fmt: skip
+        )
 
     # Meaning.
     def meaning() -> None:
@@ -162,8 +182,9 @@ def nc_transpose(
         check_memory("dst", dst, (tr.PSUM,))
         limit = _STATIONARY_MAX
     if rows > limit or columns > limit:
-        raise IllegalOperand("data", f"at most {limit} x {limit} on the {chosen.name} engine",
-                             f"{rows} x {columns}")  # fmt: skip
+        raise IllegalOperand(
+            "data", f"at most {limit} x {limit} on the {chosen.name} engine", f"{rows} x {columns}"
+        )
     if dst.geometry.elements != rows or dst.geometry.partitions < columns:
         raise IllegalOperand("dst", f"shape [{columns}, {rows}]", f"{list(dst.shape)}")
     result = first_rows(dst, columns)
@@ -213,9 +234,10 @@ def _check_shapes(
         raise IllegalOperand("moving", f"{k} partitions like stationary", str(moving.partitions))
     if stationary.start_partition != moving.start_partition:
         raise IllegalOperand(
-            "moving", f"start partition {stationary.start_partition} like stationary",
+            "moving",
+            f"start partition {stationary.start_partition} like stationary",
             str(moving.start_partition),
-        )  # fmt: skip
+        )
     if m > _STATIONARY_MAX:
         raise IllegalOperand("stationary", f"at most {_STATIONARY_MAX} columns", str(m))
     target = core.target
@@ -238,9 +260,10 @@ def _check_bank(core: Core, result: NkiTensor) -> None:
     is_inside = box.byte_start // bank == (box.byte_end - 1) // bank
     if not is_inside and core.target.version < nc_version.gen4:
         raise IllegalOperand(
-            "dst", f"a result inside one PSUM bank of {bank} bytes",
+            "dst",
+            f"a result inside one PSUM bank of {bank} bytes",
             f"bytes {box.byte_start} to {box.byte_end} of its tensor",
-        )  # fmt: skip
+        )
 
 
 def _check_types(
@@ -271,11 +294,15 @@ def _check_new_types(
             raise IllegalOperand("dst", f"{stationary.dtype} like stationary", str(dst.dtype))
         return
     if kinds & _WIDE and not kinds <= _WIDE:
-        raise IllegalOperand("moving", "float32 on both sides or on none",
-                             f"{stationary.dtype} with {moving.dtype}")  # fmt: skip
+        raise IllegalOperand(
+            "moving", "float32 on both sides or on none", f"{stationary.dtype} with {moving.dtype}"
+        )
     if kinds == {float8_e4m3, float8_e4m3fn}:
-        raise IllegalOperand("moving", "no mixture of float8_e4m3 and float8_e4m3fn",
-                             f"{stationary.dtype} with {moving.dtype}")  # fmt: skip
+        raise IllegalOperand(
+            "moving",
+            "no mixture of float8_e4m3 and float8_e4m3fn",
+            f"{stationary.dtype} with {moving.dtype}",
+        )
     if dst.dtype is bfloat16:
         check_generation(core, nc_version.gen4, "bfloat16 dst")
     elif dst.dtype is not float32:
@@ -312,27 +339,40 @@ def _check_tile(
     if not position and not size:
         return ()
     if len(position or ()) != 2 or len(size or ()) != 2:
-        raise IllegalOperand("tile_position", "two numbers each in tile_position and tile_size",
-                             f"{position} and {size}")  # fmt: skip
+        raise IllegalOperand(
+            "tile_position",
+            "two numbers each in tile_position and tile_size",
+            f"{position} and {size}",
+        )
     row, column = (int(v) for v in position)
     rows, columns = (int(v) for v in size)
     allowed = (64, 128) if core.target.version is nc_version.gen2 else (32, 64, 128)
     if rows not in allowed or columns not in allowed:
         raise IllegalOperand("tile_size", f"rows and columns among {allowed}", f"{(rows, columns)}")
     if row not in range(0, 128, rows) or column not in range(0, 128, columns):
-        raise IllegalOperand("tile_position", f"multiples of {(rows, columns)} inside the array",
-                             f"{(row, column)}")  # fmt: skip
+        raise IllegalOperand(
+            "tile_position", f"multiples of {(rows, columns)} inside the array", f"{(row, column)}"
+        )
     if k > rows or m > columns:
-        raise IllegalOperand("tile_size", f"at least {(k, m)}, the rows and columns of stationary",
-                             f"{(rows, columns)}")  # fmt: skip
+        raise IllegalOperand(
+            "tile_size",
+            f"at least {(k, m)}, the rows and columns of stationary",
+            f"{(rows, columns)}",
+        )
     if double and columns != 128:
         raise IllegalOperand("tile_size", "128 columns with double_row", str(columns))
     if rows < 128 and stationary.geometry.start_partition != row:
-        raise IllegalOperand("stationary", f"start partition {row}, the row of the tile",
-                             str(stationary.geometry.start_partition))  # fmt: skip
+        raise IllegalOperand(
+            "stationary",
+            f"start partition {row}, the row of the tile",
+            str(stationary.geometry.start_partition),
+        )
     if columns < 128 and result.geometry.start_partition != column:
-        raise IllegalOperand("dst", f"start partition {column}, the column of the tile",
-                             str(result.geometry.start_partition))  # fmt: skip
+        raise IllegalOperand(
+            "dst",
+            f"start partition {column}, the column of the tile",
+            str(result.geometry.start_partition),
+        )
     return (row, column, rows, columns)
 
 
@@ -364,8 +404,11 @@ def accumulation(
     if accumulate is False:
         line, last = alloc.unread.get(result.geometry.box, (-1, ()))
         if line >= 0 and last != _views(operands) and line == core.here():
-            _settle(core, "True for a product that is to be added to the one in PSUM",
-                    "False, which overwrites a product that nothing has read")  # fmt: skip
+            _settle(
+                core,
+                "True for a product that is to be added to the one in PSUM",
+                "False, which overwrites a product that nothing has read",
+            )
         return False, None
     coverage = alloc.accumulated
     assert coverage is not None
@@ -375,20 +418,28 @@ def accumulation(
             _settle(core, "True or False for a PSUM tensor made outside the dynamic loop", "None")
         return True, None
     if accumulate:
-        core.machine.settle(core.options.accumulate, "accumulate", AccumulateError(
-            "dst", "PSUM that a matmul has written, with accumulate=True",
-            f"{result.label()}, parts of which no matmul has written",
-            "Use accumulate=None, or False for the first one",
-            instruction="nc_matmul", location=core.location(),
-        ))  # fmt: skip
+        core.machine.settle(
+            core.options.accumulate,
+            "accumulate",
+            AccumulateError(
+                "dst",
+                "PSUM that a matmul has written, with accumulate=True",
+                f"{result.label()}, parts of which no matmul has written",
+                "Use accumulate=None, or False for the first one",
+                instruction="nc_matmul",
+                location=core.location(),
+            ),
+        )
         return True, None
     if not coverage.touches(box, walk):
         if not alloc.defined.empty and alloc.defined.touches(box, walk):
             # Kernels that run on chips do it, with zeros: told, never refused.
             _settle(
-                core, "True, or False to overwrite what another instruction put in this tensor",
-                "None, which overwrites it", is_error=False,
-            )  # fmt: skip
+                core,
+                "True, or False to overwrite what another instruction put in this tensor",
+                "None, which overwrites it",
+                is_error=False,
+            )
         return False, None
     return False, coverage.elements_of(walk)
 

@@ -377,10 +377,15 @@ def tensor_tensor_scan(
             state = np.full(partitions, start, np.float32)
         dst.store(
             search.scan(
-                data0.f32(), data1.f32(), state, first.apply, second.apply,
-                reverse0=reverse0, reverse1=reverse1,
+                data0.f32(),
+                data1.f32(),
+                state,
+                first.apply,
+                second.apply,
+                reverse0=reverse0,
+                reverse1=reverse1,
             )
-        )  # fmt: skip
+        )
 
     reads = (data0, data1, *([start] if type(start) is NkiTensor else []))
     return core.issue("tensor_tensor_scan", tr.VECTOR, facts, (dst,), reads, meaning, name)

@@ -433,9 +433,28 @@ def random_seed(seed: int | NkiTensor) -> None:
 
 
 _HELPERS: Final = (
-    all, broadcast_to, dropout, expand_dims, gather_flattened, load, load_transpose2d, matmul, max,
-    mean, min, prod, rand, random_seed, rms_norm, softmax, store, sum, transpose, var, where,
-)  # fmt: skip
+    all,
+    broadcast_to,
+    dropout,
+    expand_dims,
+    gather_flattened,
+    load,
+    load_transpose2d,
+    matmul,
+    max,
+    mean,
+    min,
+    prod,
+    rand,
+    random_seed,
+    rms_norm,
+    softmax,
+    store,
+    sum,
+    transpose,
+    var,
+    where,
+)
 _BY_NAME: Final[dict[str, Callable[..., Any]]] = {helper.__name__: helper for helper in _HELPERS}
 
 

@@ -56,14 +56,39 @@ _NUMPY = frozenset({"np", "numpy"})
 _MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 _STATEMENTS = (
-    ast.Pass, ast.Expr, ast.Assert, ast.Return, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.If,
-    ast.For, ast.While, ast.Break, ast.Continue, ast.With, ast.FunctionDef,
-)  # fmt: skip
+    ast.Pass,
+    ast.Expr,
+    ast.Assert,
+    ast.Return,
+    ast.Assign,
+    ast.AugAssign,
+    ast.AnnAssign,
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.Break,
+    ast.Continue,
+    ast.With,
+    ast.FunctionDef,
+)
 _EXPRESSIONS = (
-    ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.Name, ast.Attribute, ast.Tuple, ast.List,
-    ast.Dict, ast.Subscript, ast.Slice, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp,
+    ast.Constant,
+    ast.JoinedStr,
+    ast.FormattedValue,
+    ast.Name,
+    ast.Attribute,
+    ast.Tuple,
+    ast.List,
+    ast.Dict,
+    ast.Subscript,
+    ast.Slice,
+    ast.BoolOp,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.IfExp,
     ast.Call,
-)  # fmt: skip
+)
 _FORBIDDEN: tuple[tuple[type[ast.AST] | tuple[type[ast.AST], ...], str], ...] = (
     ((ast.Try, ast.TryStar), "NKI001"),
     (ast.Raise, "NKI002"),

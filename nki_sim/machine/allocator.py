@@ -154,11 +154,18 @@ class Allocator(Program):
             )
         start = 0 if alloc.address is None else alloc.address[1]
         if alloc.pitch + start > limit or start < 0:
-            self.machine.settle(self.options.capacity, "capacity", CapacityError(
-                alloc.name or "tensor", f"at most {limit} bytes per partition of {memory}",
-                f"{alloc.pitch} bytes" + (f" from byte {start}" if alloc.address else "")
-                + f" for shape {list(alloc.shape)} of {alloc.dtype}", location=self.location(),
-            ))  # fmt: skip
+            self.machine.settle(
+                self.options.capacity,
+                "capacity",
+                CapacityError(
+                    alloc.name or "tensor",
+                    f"at most {limit} bytes per partition of {memory}",
+                    f"{alloc.pitch} bytes"
+                    + (f" from byte {start}" if alloc.address else "")
+                    + f" for shape {list(alloc.shape)} of {alloc.dtype}",
+                    location=self.location(),
+                ),
+            )
         if alloc.address is None:
             return
         start_row = alloc.address[0]

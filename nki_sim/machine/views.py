@@ -410,8 +410,9 @@ class Views:
             )
         scaled = [stride * old for stride in self.strides[:-1]] + [self.offset * old]
         if any(value % new for value in scaled):
-            raise LanguageError(self.label(), f"strides that are multiples of {new} bytes",
-                                str(list(self.strides)))  # fmt: skip
+            raise LanguageError(
+                self.label(), f"strides that are multiples of {new} bytes", str(list(self.strides))
+            )
         return self._derive(
             (*self.shape[:-1], bytes_last // new),
             (*[value // new for value in scaled[:-1]], 1),

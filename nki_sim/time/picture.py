@@ -14,8 +14,14 @@ from nki_sim.time.lines import LineTable, LineTime
 _MAX_SEPARATE_BOXES: Final = 120
 _LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma", "exchange")
 _LINE_COLORS: Final = (
-    "#c8501e", "#2a6fb0", "#3a8f3a", "#6f4fb0", "#d9a441", "#4fb0b0", "#c06090",
-)  # fmt: skip
+    "#c8501e",
+    "#2a6fb0",
+    "#3a8f3a",
+    "#6f4fb0",
+    "#d9a441",
+    "#4fb0b0",
+    "#c06090",
+)
 _OTHER: Final = "#cccccc"
 _LEGEND_COLUMNS: Final = 185
 _PIXELS: Final = 1500  # across; what lies closer is joined

@@ -12,9 +12,26 @@ from neuron_moe.models.loader import load_model
 from neuron_moe.models.text import TextCodec
 
 VALUES = (
-    None, True, -1, 0, 1, 2**31, 2**62, 10**30, 10**400, 0.0, -1.5, 1e300, "", "x", [], [1], [[2]],
-    {}, {"a": 1},
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**62,
+    10**30,
+    10**400,
+    0.0,
+    -1.5,
+    1e300,
+    "",
+    "x",
+    [],
+    [1],
+    [[2]],
+    {},
+    {"a": 1},
+)
 
 
 def _change_value(folder: Path, rng: random.Random) -> str:
@@ -69,8 +86,13 @@ def _remove(folder: Path, rng: random.Random) -> str:
 
 
 DAMAGES: tuple[Callable[[Path, random.Random], str], ...] = (
-    _change_value, _drop_key, _write_text, _cut, _spoil_header, _remove,
-)  # fmt: skip
+    _change_value,
+    _drop_key,
+    _write_text,
+    _cut,
+    _spoil_header,
+    _remove,
+)
 
 
 def attack_checkpoint(seed: int, source: Path, scratch: Path) -> str:

@@ -66,7 +66,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         (), ("--jobs",), ("--models", "--kernels", *COMPARISON), ("--batches", "--minutes")
     ),
     ("bench", "ranks"): Command(
-        (), (), ("--models", "--splits", "--phases", "--collectives"),
+        (),
+        (),
+        ("--models", "--splits", "--phases", "--collectives"),
         ("--tokens", "--portions", "--link-rates"),
     ),
     ("bench", "anchors"): Command((), (), ("--library", "--only")),
@@ -79,7 +81,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("train_tiny",): Command(
         (), ("--save-every", "--held-out-windows"), ("--corpus", "--out", "--recipe", "--config")
     ),
-}  # fmt: skip
+}
 
 
 def draw(seed: int) -> list[str]:

@@ -124,10 +124,18 @@ MAKES_ANOTHER: dict[str, Callable[[MoE], MoE]] = {
     "pickle": lambda moe: pickle.loads(pickle.dumps(moe)),
 }
 ACTIONS: dict[str, Callable[[Pair], None]] = {
-    "pack": _pack, "settle": _settle, "unpack": _unpack, "scale": _scale_in_place, "fill": _fill,
-    "copy_data": _copy_data, "assign_data": _assign_data, "assign_parameter": _assign_parameter,
-    "load": _load, "load_own": _load_own, "train": _train,
-}  # fmt: skip
+    "pack": _pack,
+    "settle": _settle,
+    "unpack": _unpack,
+    "scale": _scale_in_place,
+    "fill": _fill,
+    "copy_data": _copy_data,
+    "assign_data": _assign_data,
+    "assign_parameter": _assign_parameter,
+    "load": _load,
+    "load_own": _load_own,
+    "train": _train,
+}
 OF_BACKEND = {
     "torch": set(ACTIONS),
     "nki": set(ACTIONS) - {"settle", "train"},

@@ -142,9 +142,14 @@ def _router(rng: random.Random, experts: int, top_k: int, hidden: int) -> Router
         count = rng.choice(groups)
         kept = rng.randint(-(-top_k * count // experts), count)
         return GroupLimitedRouter(
-            experts, top_k, hidden, count, kept,
-            renormalize=renormalizes, routed_scaling_factor=scale,
-        )  # fmt: skip
+            experts,
+            top_k,
+            hidden,
+            count,
+            kept,
+            renormalize=renormalizes,
+            routed_scaling_factor=scale,
+        )
     over_topk = rng.random() < 0.3
     return RouterTopK(
         experts,

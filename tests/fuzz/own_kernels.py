@@ -65,9 +65,16 @@ def prefill(rng: random.Random, **given: Any) -> Trial:
     tokens = rng.choice(given.pop("tokens", (380, 450, 520)))
     options = {"turns": "tensor"} | given.pop("options", {})
     case = Prefill(
-        tokens, 192, given.pop("width", rng.choice((60, 96))), given.pop("experts", 9), 2,
-        given.pop("block_size", 32), seed=rng.randrange(99), options=options, **given,
-    )  # fmt: skip
+        tokens,
+        192,
+        given.pop("width", rng.choice((60, 96))),
+        given.pop("experts", 9),
+        2,
+        given.pop("block_size", 32),
+        seed=rng.randrange(99),
+        options=options,
+        **given,
+    )
     return case.launch, case.slots_of, case.expected_slots(), TOLERANCE
 
 

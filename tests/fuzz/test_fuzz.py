@@ -23,14 +23,29 @@ FEW = {
 }
 PARTS = 5  # of the long run
 MORE = {
-    "torch": range(20, 220), "nki": range(2, 62), "edits": range(40, 440),
-    "edits_nki": range(10, 60), "checkpoints": range(8, 58),
-    "configs": range(2, 12), "commands": range(10, 20), "ranks": (4, 12, 24),
-    "kernels": range(5, len(FAULTS), 5), "own_kernels": range(4, len(own_kernels.FAULTS), 8),
-}  # fmt: skip
-MANY = {"torch": 10_000, "nki": 150, "edits": 5_000, "edits_nki": 500, "checkpoints": 500,
-        "configs": 300, "commands": 300, "ranks": 40, "kernels": len(FAULTS),
-        "own_kernels": 110}  # fmt: skip
+    "torch": range(20, 220),
+    "nki": range(2, 62),
+    "edits": range(40, 440),
+    "edits_nki": range(10, 60),
+    "checkpoints": range(8, 58),
+    "configs": range(2, 12),
+    "commands": range(10, 20),
+    "ranks": (4, 12, 24),
+    "kernels": range(5, len(FAULTS), 5),
+    "own_kernels": range(4, len(own_kernels.FAULTS), 8),
+}
+MANY = {
+    "torch": 10_000,
+    "nki": 150,
+    "edits": 5_000,
+    "edits_nki": 500,
+    "checkpoints": 500,
+    "configs": 300,
+    "commands": 300,
+    "ranks": 40,
+    "kernels": len(FAULTS),
+    "own_kernels": 110,
+}
 
 
 def problems(name: str, seeds: range | tuple[int, ...], scratch: Path) -> list[str]:

@@ -17,9 +17,13 @@ from nki_sim.testing import Result, Tile, execute
 from tests.golden.traces import digest, plain, told
 
 REPORTS = SimOptions(
-    uninitialized="report", capacity="report", overlap="report", races="report",
-    accumulate="report", scatter="report",
-)  # fmt: skip
+    uninitialized="report",
+    capacity="report",
+    overlap="report",
+    races="report",
+    accumulate="report",
+    scatter="report",
+)
 WIDE = (nl.float32, nl.float32, nl.bfloat16, nl.int32, nl.uint8)
 
 
@@ -69,12 +73,13 @@ def transfers(rng: random.Random) -> list[str]:
     rows, columns = rng.choice((4, 8, 16, 32)), rng.choice((4, 8, 16, 64))
     dtype, count = rng.choice((*WIDE, nl.bfloat16)), rng.choice((1, 3, 4, 8, 16))
     options = replace(
-        REPORTS, out_of_bounds=rng.choice(("error", "error", "clamp")),
+        REPORTS,
+        out_of_bounds=rng.choice(("error", "error", "clamp")),
         mode=rng.choice(("full", "full", "full", "indices")),
         small_elements=rng.choice((64, 1 << 14)),
         target=rng.choice(("trn1", "trn2", "trn2", "trn2", "trn3")),
         uninitialized=rng.choice(("report", "report", "read", "off")),
-    )  # fmt: skip
+    )
 
     def filled(shape: tuple[int, ...], space: str, dtype: Any = dtype) -> Tile:
         values = np.arange(np.prod(shape)).reshape(shape) * 7 % 113
@@ -91,12 +96,17 @@ def transfers(rng: random.Random) -> list[str]:
     if rng.random() < 0.5:
         indices = [[number] for number in rng.sample(range(rows), min(count, rows))]
     tiles = {
-        "x": filled((rows, columns), "hbm"), "y": filled((rows, columns), "hbm", rng.choice(WIDE)),
-        "tile": filled((rows, columns), "sbuf"), "few": filled((len(indices), columns), "sbuf"),
+        "x": filled((rows, columns), "hbm"),
+        "y": filled((rows, columns), "hbm", rng.choice(WIDE)),
+        "tile": filled((rows, columns), "sbuf"),
+        "few": filled((len(indices), columns), "sbuf"),
         "deep": filled((rows, 2, 2, columns), "hbm"),
-        "index": Tile(np.array(indices), rng.choice((nl.int32, nl.int32, nl.uint32, nl.int16)),
-                      written=rng.choice((None, None, None, rng.random() < 0.5))),
-    }  # fmt: skip
+        "index": Tile(
+            np.array(indices),
+            rng.choice((nl.int32, nl.int32, nl.uint32, nl.int16)),
+            written=rng.choice((None, None, None, rng.random() < 0.5)),
+        ),
+    }
 
     def body(**tensors: Any) -> None:
         register = isa.register_alloc(rng.choice((0, 1, 2, rows - 1, rows, -1)))
@@ -126,8 +136,9 @@ def transfer(tensors: dict[str, Any], register: Any, rng: random.Random) -> None
         lambda: base.ap([[columns, 4], [1, width]], offset=begin, scalar_offset=register),
         lambda: base.ap([[columns, rows], [1, 2]], scalar_offset=index[0:1], indirect_dim=1),
         lambda: deep.ap([[4 * columns, 2], [columns, 2], [1, width]], scalar_offset=register),
-        lambda: deep.ap([[4 * columns, chosen], [columns, 2], [1, columns]],
-                        vector_offset=index[0:chosen]),
+        lambda: deep.ap(
+            [[4 * columns, chosen], [columns, 2], [1, columns]], vector_offset=index[0:chosen]
+        ),
         lambda: deep[0:chosen, 0, 0, 0:width],
         lambda: base[0:chosen, begin : begin + width],
         lambda: base[rng.randrange(rows) :, begin::2],
@@ -136,7 +147,7 @@ def transfer(tensors: dict[str, Any], register: Any, rng: random.Random) -> None
         lambda: few[0:chosen, 0:width],
         lambda: few,
         lambda: base[register, 0:width],
-    ]  # fmt: skip
+    ]
     src, modes = rng.choice(parts)(), {"oob_mode": rng.choice(tuple(isa.oob_mode))}
     dst = like(src, tensors, rng) if rng.random() < 0.8 else rng.choice(parts)()
     if rng.random() < 0.5:
@@ -148,8 +159,13 @@ def transfer(tensors: dict[str, Any], register: Any, rng: random.Random) -> None
     elif kind == "add":
         rest = like(dst, tensors, rng)
         sources = rng.choice(([dst, src], [src, dst], [src, rest], [src], [src, src, rest]))
-        isa.dma_compute(dst, sources, rng.choice((*[nl.add] * 9, nl.multiply)),
-                        unique_indices=rng.random() < 0.5, **modes)  # fmt: skip
+        isa.dma_compute(
+            dst,
+            sources,
+            rng.choice((*[nl.add] * 9, nl.multiply)),
+            unique_indices=rng.random() < 0.5,
+            **modes,
+        )
     elif kind == "transpose":
         order = {1: (0,), 2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}[src.ndim]
         to = nl.ndarray(tuple(src.shape[axis] for axis in order), src.dtype)
@@ -169,8 +185,11 @@ def like(seen: Any, tensors: dict[str, Any], rng: random.Random) -> Any:
         base = rng.choice((tensors["few"], tensors["tile"], tensors["y"]))
         if rows <= base.shape[0] and columns[0] <= base.shape[1]:
             return base[0:rows, 0 : columns[0]]
-    made = nl.ndarray(seen.shape, rng.choice((seen.dtype, seen.dtype, nl.float32)),
-                      buffer=rng.choice((nl.sbuf, nl.sbuf, nl.private_hbm)))  # fmt: skip
+    made = nl.ndarray(
+        seen.shape,
+        rng.choice((seen.dtype, seen.dtype, nl.float32)),
+        buffer=rng.choice((nl.sbuf, nl.sbuf, nl.private_hbm)),
+    )
     if rng.random() < 0.6:
         isa.dma_copy(made, tensors["x"].ap([[0, count] for count in seen.shape]))
     return made
@@ -233,18 +252,27 @@ def product(part: Any, held: Any, moving: Any, rng: random.Random) -> None:
     tile = {"tile_position": place, "tile_size": size} if rng.random() < 0.4 else {}
     mode = isa.matmul_perf_mode.double_row if held.ndim == 3 else isa.matmul_perf_mode.none
     isa.nc_matmul(
-        part, held, moving, accumulate=rng.choice((None, None, True, False)), perf_mode=mode,
-        is_transpose=rng.random() < 0.1, is_stationary_onezero=rng.random() < 0.1, **tile,
-    )  # fmt: skip
+        part,
+        held,
+        moving,
+        accumulate=rng.choice((None, None, True, False)),
+        perf_mode=mode,
+        is_transpose=rng.random() < 0.1,
+        is_stationary_onezero=rng.random() < 0.1,
+        **tile,
+    )
 
 
 def registers(rng: random.Random) -> list[str]:
     """Load, move and store registers, loop over them, and use them as offsets."""
     steps: list[str] = []
     dtype = rng.choice((nl.int32, nl.uint32, nl.uint8, nl.int16, nl.float32, nl.bfloat16))
-    numbers = Tile(np.array([[rng.choice((0, 1, 2, 3, 5, 200, -1)) for _ in range(4)]]), dtype,
-                   space=rng.choice(("sbuf", "hbm")),
-                   written=None if rng.random() < 0.8 else np.arange(4)[None] != 2)  # fmt: skip
+    numbers = Tile(
+        np.array([[rng.choice((0, 1, 2, 3, 5, 200, -1)) for _ in range(4)]]),
+        dtype,
+        space=rng.choice(("sbuf", "hbm")),
+        written=None if rng.random() < 0.8 else np.arange(4)[None] != 2,
+    )
     x = Tile(np.arange(64).reshape(8, 8), nl.float32)
 
     def body(numbers: Any, x: Any) -> None:
@@ -292,11 +320,17 @@ def registers(rng: random.Random) -> list[str]:
 def shared(rng: random.Random) -> list[str]:
     """Let two cores gather, scatter and change parts of shared memory, and meet now and then."""
     plan = [
-        (what := rng.choice((*("write", "read", "gather", "scatter", "same", "meet") * 3, "load")),
-         rng.randrange(3), rng.choice((0, 0, 8)), rng.choice((4, 8, 16)),
-         rng.choice((2, 2, 2, 2, 1)) if what == "meet" else rng.choice((0, 1, 2, 2)))
+        (
+            what := rng.choice(
+                (*("write", "read", "gather", "scatter", "same", "meet") * 3, "load")
+            ),
+            rng.randrange(3),
+            rng.choice((0, 0, 8)),
+            rng.choice((4, 8, 16)),
+            rng.choice((2, 2, 2, 2, 1)) if what == "meet" else rng.choice((0, 1, 2, 2)),
+        )
         for _ in range(rng.randint(3, 10))
-    ]  # fmt: skip
+    ]
     columns, numbers = 16, [rng.randrange(5) for _ in range(2)]
     lnc = rng.choice((1, 2, 2, 2, 2))
 
@@ -332,10 +366,15 @@ def shared(rng: random.Random) -> list[str]:
 
     rng_free = rng.choice((nl.int32, nl.float32, nl.bfloat16))
     options = SimOptions(
-        uninitialized="report", scatter="report", races=rng.choice(("report", "report", "error")),
-        start_core=rng.randrange(lnc), preempt=rng.choice((0.0, 0.3)), seed=rng.randrange(9),
-        mode=rng.choice(("full", "full", "indices")), callers=rng.random() < 0.2,
-    )  # fmt: skip
+        uninitialized="report",
+        scatter="report",
+        races=rng.choice(("report", "report", "error")),
+        start_core=rng.randrange(lnc),
+        preempt=rng.choice((0.0, 0.3)),
+        seed=rng.randrange(9),
+        mode=rng.choice(("full", "full", "indices")),
+        callers=rng.random() < 0.2,
+    )
     return end_of(lambda: nki_sim.run(kernel, lnc=lnc, options=options))
 
 
@@ -394,6 +433,7 @@ def ranks(rng: random.Random) -> list[str]:
 
     values = np.arange(rows * columns).reshape(rows, columns).astype(np.int32)
     data = [(values + 9 * rank, np.array(numbers, np.uint32)) for rank in range(count)]
-    options = replace(REPORTS, mode=rng.choice(("full", "full", "indices")),
-                      start_core=rng.randrange(lnc))  # fmt: skip
+    options = replace(
+        REPORTS, mode=rng.choice(("full", "full", "indices")), start_core=rng.randrange(lnc)
+    )
     return end_of(lambda: nki_sim.run_ranks(kernel, data, lnc=lnc, options=options))

@@ -24,8 +24,17 @@ from tests.golden.traces import told
 
 FILE = Path(__file__).with_suffix(".json")
 # How many of each kind; the long run has LONGER times as many.
-EACH = {"views": 1500, "memory": 400, "cores": 400, "loops": 600, "transfers": 500, "products": 200,
-        "registers": 300, "shared": 150, "ranks": 100}  # fmt: skip
+EACH = {
+    "views": 1500,
+    "memory": 400,
+    "cores": 400,
+    "loops": 600,
+    "transfers": 500,
+    "products": 200,
+    "registers": 300,
+    "shared": 150,
+    "ranks": 100,
+}
 LONGER = 5
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 DTYPES = (nl.float32, nl.bfloat16, nl.uint8, nl.int32)
@@ -70,11 +79,21 @@ def another_view(seen: Any, rng: random.Random, index: Any, register: Any) -> An
     pattern = [[stride, count] for stride, count in zip(seen.strides, seen.shape, strict=True)]
     first, names = rng.randint(0, size), [f"axis{number}" for number in axes]
     calls: list[Callable[[], Any]] = [
-        lambda: seen[tuple(
-            rng.choice((slice(None), slice(0, count, 2), slice(1, None), slice(-2, None),
-                        rng.randrange(-1, count + 1), slice(0, count + 1)))
-            for count in seen.shape[: rng.randint(1, rank)]
-        )],
+        lambda: seen[
+            tuple(
+                rng.choice(
+                    (
+                        slice(None),
+                        slice(0, count, 2),
+                        slice(1, None),
+                        slice(-2, None),
+                        rng.randrange(-1, count + 1),
+                        slice(0, count + 1),
+                    )
+                )
+                for count in seen.shape[: rng.randint(1, rank)]
+            )
+        ],
         lambda: seen[..., rng.choice((0, -1, slice(0, 2), register))],
         lambda: seen.permute(rng.sample(axes, rank)),
         lambda: seen.permute([0, *rng.sample(axes[1:], rank - 1)]),
@@ -94,11 +113,14 @@ def another_view(seen: Any, rng: random.Random, index: Any, register: Any) -> An
         lambda: seen.vector_select(rng.choice((0, 0, 1)), index),
         lambda: seen.ap(pattern, offset=rng.choice((None, 0, 1))),
         lambda: seen.ap([[pattern[0][0], 4], *pattern[1:]], vector_offset=index),
-        lambda: seen.ap(pattern, scalar_offset=rng.choice((register, index[0:1])),
-                        indirect_dim=rng.randrange(rank)),
+        lambda: seen.ap(
+            pattern,
+            scalar_offset=rng.choice((register, index[0:1])),
+            indirect_dim=rng.randrange(rank),
+        ),
         lambda: seen.ap(pattern, dtype=rng.choice(DTYPES)),
         lambda: seen.view(rng.choice(DTYPES)),
-    ]  # fmt: skip
+    ]
     return rng.choice(calls)()
 
 
@@ -159,10 +181,13 @@ def part_of(tensor: Any, rng: random.Random) -> Any:
 def cores(rng: random.Random) -> list[str]:
     """Let two cores write and read rows of shared memory, with and without meetings."""
     plan = [
-        (rng.choice(("write", "read", "barrier", "barrier", "send")), rng.randrange(4),
-         rng.choice((0, 1, 2, 2, 2)))
+        (
+            rng.choice(("write", "read", "barrier", "barrier", "send")),
+            rng.randrange(4),
+            rng.choice((0, 1, 2, 2, 2)),
+        )
         for _ in range(rng.randint(3, 9))
-    ]  # fmt: skip
+    ]
 
     def kernel() -> Any:
         core = nl.program_id(0)
@@ -184,9 +209,12 @@ def cores(rng: random.Random) -> list[str]:
         return rows
 
     options = SimOptions(
-        uninitialized="report", races="report", start_core=rng.randrange(2),
-        preempt=rng.choice((0.0, 0.3)), seed=rng.randrange(9),
-    )  # fmt: skip
+        uninitialized="report",
+        races="report",
+        start_core=rng.randrange(2),
+        preempt=rng.choice((0.0, 0.3)),
+        seed=rng.randrange(9),
+    )
     return end_of(lambda: nki_sim.run(kernel, lnc=2, options=options))
 
 
@@ -240,11 +268,16 @@ def loops(rng: random.Random) -> list[str]:
 
 
 KINDS = {
-    "views": views, "memory": memory, "cores": cores, "loops": loops,
-    "transfers": engine_programs.transfers, "products": engine_programs.products,
-    "registers": engine_programs.registers, "shared": engine_programs.shared,
+    "views": views,
+    "memory": memory,
+    "cores": cores,
+    "loops": loops,
+    "transfers": engine_programs.transfers,
+    "products": engine_programs.products,
+    "registers": engine_programs.registers,
+    "shared": engine_programs.shared,
     "ranks": engine_programs.ranks,
-}  # fmt: skip
+}
 
 
 def outcome(kind: str, number: int) -> list[str]:

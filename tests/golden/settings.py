@@ -61,24 +61,31 @@ def decode(rng: random.Random) -> tuple[Any, ...]:
     biases, E = rng.random() < 0.4, rng.choice((1, 2, 4, 16, 32, 128, 512))
     options: dict[str, Any] = {
         "layout": "packed" if is_mx else rng.choice(("ehi", "packed")),
-        "format": rng.choice(WORDS if is_mx else BYTES), "chip": "trn3" if is_mx else "trn2",
+        "format": rng.choice(WORDS if is_mx else BYTES),
+        "chip": "trn3" if is_mx else "trn2",
         "mode": rng.choice(("auto", "auto", "selective", "all")),
         "shard": rng.choice(("auto", "auto", "experts", "intermediate")),
         "scaling": rng.choice(("post", "post", "pre", "none")),
         "output_dtype": rng.choice(("float32", "bfloat16")),
         "sums": rng.choice(("auto", "auto", "sbuf")),
         "missing": rng.choice(("skip", "skip", "spare")),
-        "chunks": rng.choice((0, 0, 0, 1, 2, 4)), "parts": rng.choice((0, 0, 0, 1, 2, 4)),
+        "chunks": rng.choice((0, 0, 0, 1, 2, 4)),
+        "parts": rng.choice((0, 0, 0, 1, 2, 4)),
         "weight_buffers": rng.choice((0, 0, 0, 1, 2, 4)),
-        "has_gate_up_bias": biases, "has_down_bias": biases,
-    } | rng.choice(FORMULAS)  # fmt: skip
+        "has_gate_up_bias": biases,
+        "has_down_bias": biases,
+    } | rng.choice(FORMULAS)
     if options["format"].startswith("float8") and not is_mx and rng.random() < 0.7:
         options |= {"has_scales": True, "down_scale": rng.choice(("channel", "none", "expert"))}
     sizes = DecodeSizes(
-        rng.choice((1, 2, 4, 5, 16, 33, 64, 128, 129, 200, 256)), rng.choice(HIDDEN),
-        rng.choice(WIDTHS), E, rng.choice((1, 1, 2, 4, 8, 16)), E * rng.choice((1, 1, 2, 4)),
+        rng.choice((1, 2, 4, 5, 16, 33, 64, 128, 129, 200, 256)),
+        rng.choice(HIDDEN),
+        rng.choice(WIDTHS),
+        E,
+        rng.choice((1, 1, 2, 4, 8, 16)),
+        E * rng.choice((1, 1, 2, 4)),
         rng.choice((1, 2, 2)),
-    )  # fmt: skip
+    )
     return sizes, *decode_records(options)
 
 
@@ -86,9 +93,10 @@ def layer(rng: random.Random) -> tuple[Any, ...]:
     """Return what `make_layer_config` takes for a layer in one launch."""
     sizes, formula, weights, request = decode(rng)
     options: dict[str, Any] = {
-        "shared_width": rng.choice((0, 0, 64, 300, 2048)), "returns_routing": rng.random() < 0.5,
+        "shared_width": rng.choice((0, 0, 64, 300, 2048)),
+        "returns_routing": rng.random() < 0.5,
         "has_residual": rng.random() < 0.5,
-    }  # fmt: skip
+    }
     options["has_shared_gate"] = options["shared_width"] > 0 and rng.random() < 0.5
     options["shared_format"] = rng.choice(BYTES)
     case = Case(rng.choice(list(FAMILIES)), 1, options=options, has_norm=rng.random() < 0.7)
@@ -101,21 +109,29 @@ def prefill(rng: random.Random) -> tuple[Any, ...]:
     is_mx, biases = rng.random() < 0.2, rng.random() < 0.4
     stores, block = rng.choice(("rows", "rows", "tiles")), rng.choice((32, 64, 128, 256))
     options: dict[str, Any] = {
-        "H": rng.choice(HIDDEN), "I": rng.choice(WIDTHS), "E": rng.choice((1, 2, 8, 16, 32, 128)),
-        "block_size": block, "num_slots": block * rng.choice((1, 2, 8, 33, 128, 300)),
-        "num_tokens": rng.choice((1, 17, 128, 1024, 2048, 8192)), "stores": stores,
+        "H": rng.choice(HIDDEN),
+        "I": rng.choice(WIDTHS),
+        "E": rng.choice((1, 2, 8, 16, 32, 128)),
+        "block_size": block,
+        "num_slots": block * rng.choice((1, 2, 8, 33, 128, 300)),
+        "num_tokens": rng.choice((1, 17, 128, 1024, 2048, 8192)),
+        "stores": stores,
         "shard_plan": rng.choice(("balanced", "balanced", "block", "intermediate", "hidden")),
         "loop_plan": rng.choice(("sorted", "sorted", "dynamic", "static")),
-        "in_halves": rng.random() < 0.2, "skip_weights": rng.random() < 0.2,
+        "in_halves": rng.random() < 0.2,
+        "skip_weights": rng.random() < 0.2,
         "turns": rng.choice(("auto", "auto", "tensor", "dma")),
-        "fetches": rng.choice(("copy", "copy", "dma")), "num_cores": rng.choice((1, 2, 2)),
+        "fetches": rng.choice(("copy", "copy", "dma")),
+        "num_cores": rng.choice((1, 2, 2)),
         "missing": rng.choice(("skip", "skip", "spare")),
         "scaling": rng.choice(("none", "none", "pre", "post")),
-        "largest_visit": rng.choice((1, 2, 4)), "chip": "trn3" if is_mx else "trn2",
+        "largest_visit": rng.choice((1, 2, 4)),
+        "chip": "trn3" if is_mx else "trn2",
         "weight_format": rng.choice(WORDS if is_mx else BYTES),
         "weight_parts": rng.choice((None, None, None, (1, 1), (1, 2), (2, 1), (2, 4), (0, 1))),
-        "has_gate_up_bias": biases, "has_down_bias": biases,
-    } | rng.choice(FORMULAS)  # fmt: skip
+        "has_gate_up_bias": biases,
+        "has_down_bias": biases,
+    } | rng.choice(FORMULAS)
     if options["weight_format"].startswith("float8") and not is_mx:
         options["has_scales"] = rng.random() < 0.7
     return prefill_records(**options)

@@ -35,9 +35,10 @@ FILE = Path(__file__).with_name("memory.json")
 # T, K, E, B: those where counts, lists or the inverse of the slots take most.
 LARGE = {"experts": (1, 1, 512, 128), "tokens": (8192, 4, 512, 32), "pairs": (4096, 16, 2, 256)}
 VISITS = {
-    "one-row": VisitDims(1, 1, 1, 32, False, 0), "lanes": VisitDims(2, 3, 128, 32, False, 2),
+    "one-row": VisitDims(1, 1, 1, 32, False, 0),
+    "lanes": VisitDims(2, 3, 128, 32, False, 2),
     "halves": VisitDims(2, 5, 700, 128, True, 0),
-}  # fmt: skip
+}
 
 
 def counted() -> Iterator[tuple[str, int]]:

@@ -28,8 +28,9 @@ def test_a_packed_layer_computes_the_same(dtype: torch.dtype, bias: bool) -> Non
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(packed(hidden), linear(hidden), rtol=tolerance, atol=tolerance)
     assert packed.state_dict().keys() == linear.state_dict().keys()
-    assert all(torch.equal(value, packed.state_dict()[name])
-               for name, value in linear.state_dict().items())  # fmt: skip
+    assert all(
+        torch.equal(value, packed.state_dict()[name]) for name, value in linear.state_dict().items()
+    )
 
 
 def test_a_packed_model_generates_the_same_tokens(checkpoint_of: Callable[..., Path]) -> None:

@@ -21,12 +21,22 @@ from tests.models.families import FAMILIES, write_checkpoint
 IDS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 ABSENT = object()
 GPT_OSS = {
-    "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 CONFIGS = {"gpt_oss": GPT_OSS} | {
     name: family.config()
     for name, family in FAMILIES.items()
@@ -34,11 +44,28 @@ CONFIGS = {"gpt_oss": GPT_OSS} | {
 }
 # Sizes of tensors, and what changes nothing: neither is a question of how null is read.
 LEFT_OUT = {
-    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout",
-    "output_router_logits", "router_aux_loss_coef", "vocab_size", "hidden_size", "d_model",
-    "num_hidden_layers", "n_layers", "n_heads", "max_position_embeddings", "max_seq_len",
-}  # fmt: skip
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+    "attention_dropout",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "vocab_size",
+    "hidden_size",
+    "d_model",
+    "num_hidden_layers",
+    "n_layers",
+    "n_heads",
+    "max_position_embeddings",
+    "max_seq_len",
+}
 KNOWN = (  # family, key, change: those that were wrong
     ("dbrx", "ffn_config.moe_normalize_expert_weights", "null"),
     ("deepseek_v3", "rope_interleave", "null"),

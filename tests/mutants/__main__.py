@@ -101,15 +101,23 @@ class Attack:
         if self.file is None:
             return
         survived = [
-            {"path": str(mutant.path), "line": mutant.line, "old": mutant.lines[0],
-             "new": mutant.lines[1], "tests": self._sound(mutant)}
+            {
+                "path": str(mutant.path),
+                "line": mutant.line,
+                "old": mutant.lines[0],
+                "new": mutant.lines[1],
+                "tests": self._sound(mutant),
+            }
             for mutant in self.survived
-        ]  # fmt: skip
+        ]
         result = {
-            "seed": self.seed, "tried": self.tried, "noticed": len(self.noticed),
-            "unsound": sorted(self.unsound), "survived": survived,
+            "seed": self.seed,
+            "tried": self.tried,
+            "noticed": len(self.noticed),
+            "unsound": sorted(self.unsound),
+            "survived": survived,
             "noticed_mutants": [str(mutant) for mutant in self.noticed],
-        }  # fmt: skip
+        }
         self.file.write_text(json.dumps(result, indent=1) + "\n")
 
     def _sound(self, mutant: Mutant) -> list[str]:

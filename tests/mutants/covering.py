@@ -14,11 +14,18 @@ from tests.mutants.trying import QUIET, in_fork, settle_in
 OPTIONS = "[run]\nparallel = true\npatch = _exit\nrelative_files = true\nsource = {rooms}\n"
 # Tests of the rules of the tree, of commands, and of prices, where no mutants are made.
 LEFT_OUT = (
-    "tests/mutants", "tests/repo", "tests/tools", "tests/nki_kernels/decode/test_fit",
-    "tests/nki_kernels/prefill/test_fit", "tests/nki_kernels/prefill/test_candidates",
-    "tests/models/test_family_configs", "tests/models/whole_model",
-    "tests/neuron_moe/test_cuda_backend", "tests/nki_sim/timing", "tests/serving",
-)  # fmt: skip
+    "tests/mutants",
+    "tests/repo",
+    "tests/tools",
+    "tests/nki_kernels/decode/test_fit",
+    "tests/nki_kernels/prefill/test_fit",
+    "tests/nki_kernels/prefill/test_candidates",
+    "tests/models/test_family_configs",
+    "tests/models/whole_model",
+    "tests/neuron_moe/test_cuda_backend",
+    "tests/nki_sim/timing",
+    "tests/serving",
+)
 READER = "tests/golden/test_signatures.py"  # reads what stands in files: it runs no line of them
 CHOSEN = "not slow and not device and not vllm"
 FILE_LIMIT_S = 300.0

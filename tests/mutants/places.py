@@ -36,10 +36,20 @@ ROOMS = (
 )
 # What estimates time, and how the host serves memory and threads.
 PRICES = (
-    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "stage_play.py",
-    "stage_prices.py", "table_stages.py", "times.py", "trip_time.py", "host_memory.py",
-    "host_threads.py", "huge_pages.py",
-)  # fmt: skip
+    "cost.py",
+    "costs.py",
+    "fit.py",
+    "layer_cost.py",
+    "candidates.py",
+    "stage_play.py",
+    "stage_prices.py",
+    "table_stages.py",
+    "times.py",
+    "trip_time.py",
+    "host_memory.py",
+    "host_threads.py",
+    "huge_pages.py",
+)
 # How much is worked on, or kept.
 AT_ONCE = re.compile(
     "CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES|_FEW_ROWS|_LARGEST_DRAWN|parts_per_thread"
@@ -48,15 +58,27 @@ AT_ONCE = re.compile(
 # Calls and functions that only time, tell, or guard what nobody writes.
 SILENT = re.compile(
     "facts|setflags|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
-    "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
-)  # fmt: skip
+    "__str__|__repr__|notes|explain|_ns$",
+    re.IGNORECASE,
+)
 _BESIDE = ("strict", "daemon", "indent", "copy", "repr")  # arguments
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.And: ("and", "or"),
-    ast.Or: ("or", "and"), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"),
-}  # fmt: skip
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+}
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,18 @@ def test_the_interpreter_refuses_bfloat16(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.long
 def test_the_command_runs_a_model_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", "--model", "tiny_gpt_oss", "--dtype", "float32", "--prompt", "def main",
-             "--max-new-tokens", "1", "--json"]  # fmt: skip
+    words = [
+        "generate",
+        "--model",
+        "tiny_gpt_oss",
+        "--dtype",
+        "float32",
+        "--prompt",
+        "def main",
+        "--max-new-tokens",
+        "1",
+        "--json",
+    ]
     printed = []
     for backend in ("cuda", "torch"):
         assert cli.main([*words, "--backend", backend]) == 0

@@ -113,10 +113,19 @@ def compile_codes(form: str) -> Any:
     """Compile the product for few tokens that reads codes of a format."""
     tile = decode_tile(8, 768, 1024, form)
     known = {
-        "DEPTH": 768, "WIDTH": 1024, "TOP_K": 4, "DEPTH_PART": tile.depth_part, "ROWS": tile.rows,
-        "PAIRS": 8, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth, "PRECISION": "tf32",
-        "FORMAT": form, "COUNTERS": 8, "OVERLAPS": True,
-    }  # fmt: skip
+        "DEPTH": 768,
+        "WIDTH": 1024,
+        "TOP_K": 4,
+        "DEPTH_PART": tile.depth_part,
+        "ROWS": tile.rows,
+        "PAIRS": 8,
+        "BLOCK_WIDTH": tile.width,
+        "BLOCK_DEPTH": tile.depth,
+        "PRECISION": "tf32",
+        "FORMAT": form,
+        "COUNTERS": 8,
+        "OVERLAPS": True,
+    }
     kinds = {"source_ptr": "*bf16", "index_ptr": "*i32", "matrix_ptr": "*u8", "parts_ptr": "*fp32"}
     kinds["arrived_ptr"] = "*i32"
     kinds["scale_ptr"] = "*u8" if form == "mxfp4" else "*fp32"
@@ -132,11 +141,23 @@ def compile_token() -> Any:
     """Compile the second product of one token, which begins beside the first."""
     tile = token_tile(4, 768, 1024)
     known = {
-        "I": 768, "H": 1024, "FIRST_PARTS": 2, "PARTS": 1, "HAS_FIRST_BIAS": True,
-        "HAS_BIAS": True, **constants_of(ExpertFormula()), "TOP_K": 4, "ROWS": tile.rows,
-        "DEPTH_PART": tile.depth_part, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth,
-        "PRECISION": "tf32", "FORMAT": "plain", "OVERLAPS": True, "scale_ptr": None,
-    }  # fmt: skip
+        "I": 768,
+        "H": 1024,
+        "FIRST_PARTS": 2,
+        "PARTS": 1,
+        "HAS_FIRST_BIAS": True,
+        "HAS_BIAS": True,
+        **constants_of(ExpertFormula()),
+        "TOP_K": 4,
+        "ROWS": tile.rows,
+        "DEPTH_PART": tile.depth_part,
+        "BLOCK_WIDTH": tile.width,
+        "BLOCK_DEPTH": tile.depth,
+        "PRECISION": "tf32",
+        "FORMAT": "plain",
+        "OVERLAPS": True,
+        "scale_ptr": None,
+    }
     floats = {"first_ptr": "*fp32", "down_ptr": "*fp32"}
     kinds = dict.fromkeys(("matrix_ptr", "first_bias_ptr", "bias_ptr", "weight_ptr", "out_ptr"))
     kinds = {**dict.fromkeys(kinds, "*bf16"), **floats, "index_ptr": "*i32", "arrived_ptr": "*i32"}

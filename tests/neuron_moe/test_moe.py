@@ -246,10 +246,18 @@ def test_bfloat16_is_rounded_where_an_engine_writes_and_sums_are_float32(
     and after the activation; affinities and sums over choices are float32.
     """
     experts = make_experts(
-        3, 2, bias=False, glu_type="glu", hidden_act="silu", hidden_act_bias=0.0, hidden=10,
-        gate_clamp_upper_limit=None, up_clamp_lower_limit=None, up_clamp_upper_limit=None,
+        3,
+        2,
+        bias=False,
+        glu_type="glu",
+        hidden_act="silu",
+        hidden_act_bias=0.0,
+        hidden=10,
+        gate_clamp_upper_limit=None,
+        up_clamp_lower_limit=None,
+        up_clamp_upper_limit=None,
         early_expert_affinity_modulation=scales_input,
-    ).bfloat16()  # fmt: skip
+    ).bfloat16()
     order_E10 = torch.stack([torch.randperm(10) for _ in range(3)])
     weights = experts.mlp_op.weights()
     with torch.no_grad():

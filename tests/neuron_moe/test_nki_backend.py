@@ -224,8 +224,10 @@ def test_explain_names_kernel_and_plan_of_prefill() -> None:
     assert (told.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
     assert "one kernel: router, index, routed experts, combine\n" in str(told)
     assert "dynamic loop, block shards, visits of 1 row tiles" in str(told)
-    assert not any("plan:" in note for note in build(
-        "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip
+    assert not any(
+        "plan:" in note
+        for note in build("torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes
+    )
 
 
 def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfig]:
@@ -272,10 +274,14 @@ def test_a_block_size_that_is_given_stays(size: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("tokens", "path", "kernel"),
-    [(1, "selective", "decode_moe"), (100, "all_experts", "decode_moe"),
-     (128, "all_experts", "decode_moe"), (129, "blockwise", "blockwise_moe"),
-     (1000, "blockwise", "blockwise_moe")],
-)  # fmt: skip
+    [
+        (1, "selective", "decode_moe"),
+        (100, "all_experts", "decode_moe"),
+        (128, "all_experts", "decode_moe"),
+        (129, "blockwise", "blockwise_moe"),
+        (1000, "blockwise", "blockwise_moe"),
+    ],
+)
 def test_prefill_of_any_length_takes_the_kernels(tokens: int, path: str, kernel: str) -> None:
     decision = choose_path("prefill", tokens, 4, 128, backend="nki")
     assert (decision.path, decision.kernel) == (path, f"nki.{kernel}")
@@ -302,9 +308,11 @@ def test_a_short_prefill_is_as_right_as_torch(tokens: int) -> None:
                 hidden_1TH.to(dtype), mask_1T, phase="prefill"
             ).output.float()
             for backend, dtype in (
-                ("nki", torch.bfloat16), ("torch", torch.bfloat16), ("torch", torch.float32)
+                ("nki", torch.bfloat16),
+                ("torch", torch.bfloat16),
+                ("torch", torch.float32),
             )
-        )  # fmt: skip
+        )
     assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
 
 
@@ -536,9 +544,15 @@ def test_a_token_without_numbers_chooses_different_experts(
     router: Any, options: dict[str, Any], tokens: int
 ) -> None:
     layer = build(
-        "nki", SILU, {}, torch.bfloat16, 3 if router is None else 2, router=router,
-        return_expert_index=True, **options,
-    )  # fmt: skip
+        "nki",
+        SILU,
+        {},
+        torch.bfloat16,
+        3 if router is None else 2,
+        router=router,
+        return_expert_index=True,
+        **options,
+    )
     layer.enable_load_counters()
     hidden = torch.randn(tokens, 1, H).bfloat16()
     hidden[2] = float("nan")

@@ -174,8 +174,10 @@ def test_explain_names_the_mode_that_runs_and_why(
     assert told.path in ("selective", "all_experts")
     assert any("cost model of decode_moe" in reason for reason in told.decision.reasons)
     assert any("T*K = " in reason for reason in told.decision.reasons)
-    assert any(f"plan: {'all' if told.path == 'all_experts' else 'selective'} mode" in note
-               for note in told.notes)  # fmt: skip
+    assert any(
+        f"plan: {'all' if told.path == 'all_experts' else 'selective'} mode" in note
+        for note in told.notes
+    )
     launches = watch_launches(monkeypatch)
     hidden = torch.randn(tokens, 1, H).bfloat16()
     with torch.no_grad():

@@ -22,23 +22,42 @@ from tests.neuron_moe.nki_cases import plan_of, route
 LAYERS: dict[str, tuple[dict[str, Any], ExpertFormula]] = {
     "gpt-oss-120b-tp8": (
         {
-            "hidden": 2880, "intermediate": 360, "experts": 128, "top_k": 4, "tokens": 12,
-            "block_size": 128, "bias": True, "act_fn": "Swish", "up_offset": 1.0,
-            "gate_clamp_upper": 7.0, "up_clamp_upper": 7.0, "up_clamp_lower": -7.0,
+            "hidden": 2880,
+            "intermediate": 360,
+            "experts": 128,
+            "top_k": 4,
+            "tokens": 12,
+            "block_size": 128,
+            "bias": True,
+            "act_fn": "Swish",
+            "up_offset": 1.0,
+            "gate_clamp_upper": 7.0,
+            "up_clamp_upper": 7.0,
+            "up_clamp_lower": -7.0,
         },
         ExpertFormula(
-            "sigmoid", 1.702, gates_itself=True, gate_limits=limits(None, 7.0),
-            up_limits=limits(-7.0, 7.0), up_offset=1.0,
+            "sigmoid",
+            1.702,
+            gates_itself=True,
+            gate_limits=limits(None, 7.0),
+            up_limits=limits(-7.0, 7.0),
+            up_offset=1.0,
         ),
     ),
     "llama4-scout-tp16": (
         {
-            "hidden": 5120, "intermediate": 512, "experts": 16, "top_k": 1, "tokens": 40,
-            "block_size": 256, "act_fn": "SiLU", "affinity_scaling_mode": "PRE_SCALE",
+            "hidden": 5120,
+            "intermediate": 512,
+            "experts": 16,
+            "top_k": 1,
+            "tokens": 40,
+            "block_size": 256,
+            "act_fn": "SiLU",
+            "affinity_scaling_mode": "PRE_SCALE",
         },
         ExpertFormula("silu"),
     ),
-}  # fmt: skip
+}
 
 
 def as_torch(values: np.ndarray) -> torch.Tensor:

@@ -147,10 +147,18 @@ def test_trn1_lacks_what_is_said_of_it() -> None:
     reasons = " ".join(INSTANCES["trn1.32xlarge"].refuses)
     with pytest.raises(IllegalOperand, match="expected gen3 or later; found target trn1") as error:
         nki_sim.run(
-            decode_moe, TensorSpec((4, H), "bfloat16"), TensorSpec((E, H, 2 * I), "bfloat16"),
-            TensorSpec((E, I, H), "bfloat16"), draw_choices(4, E, K),
-            TensorSpec((4, K), "float32"), np.zeros((1, 1), np.int32), config, lnc=2,
+            decode_moe,
+            TensorSpec((4, H), "bfloat16"),
+            TensorSpec((E, H, 2 * I), "bfloat16"),
+            TensorSpec((E, I, H), "bfloat16"),
+            draw_choices(4, E, K),
+            TensorSpec((4, K), "float32"),
+            np.zeros((1, 1), np.int32),
+            config,
+            lnc=2,
             options=options,
-        )  # fmt: skip
-    assert any(name in str(error.value) and name in reasons
-               for name in ("dge_mode.hwdge", "nonzero_with_count", "vector_offset"))  # fmt: skip
+        )
+    assert any(
+        name in str(error.value) and name in reasons
+        for name in ("dge_mode.hwdge", "nonzero_with_count", "vector_offset")
+    )

@@ -68,11 +68,16 @@ def test_the_output_is_that_of_the_formula_with_quantised_activations() -> None:
         return values.double().numpy()
 
     wanted = decode_moe_ref(
-        wide(hidden_TH), wide(state["mlp_op.gate_up_proj.weight"]),
-        wide(state["mlp_op.down_proj.weight"]), index_TK.numpy(), wide(affinities_TK),
-        nki.weights().formula, gate_up_bias_E2I=wide(state["mlp_op.gate_up_proj.bias"]),
-        down_bias_EH=wide(state["mlp_op.down_proj.bias"]), in_words=True,
-    )  # fmt: skip
+        wide(hidden_TH),
+        wide(state["mlp_op.gate_up_proj.weight"]),
+        wide(state["mlp_op.down_proj.weight"]),
+        index_TK.numpy(),
+        wide(affinities_TK),
+        nki.weights().formula,
+        gate_up_bias_E2I=wide(state["mlp_op.gate_up_proj.bias"]),
+        down_bias_EH=wide(state["mlp_op.down_proj.bias"]),
+        in_words=True,
+    )
     assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 

@@ -134,8 +134,9 @@ def test_transposed_shared_experts_are_refused_or_turned_back() -> None:
         built.load_state_dict(state)
     built.presharded = True
     built.load_state_dict(state)
-    assert all(torch.equal(value, built.state_dict()[name]) for name, value in
-               wanted.state_dict().items())  # fmt: skip
+    assert all(
+        torch.equal(value, built.state_dict()[name]) for name, value in wanted.state_dict().items()
+    )
 
 
 def test_nxdi_cannot_leave_a_weight_random() -> None:

@@ -126,9 +126,16 @@ def test_gradients_are_those_of_differences(capacity: float | None, early: bool,
     torch.manual_seed(1)
     is_oai = act == "swiglu"
     config = RoutedExpertsMLPOpsConfig(
-        num_experts=4, top_k=2, hidden_size=6, intermediate_size=5, hidden_act=act, glu_mlp=True,
-        bias=is_oai, early_expert_affinity_modulation=early, capacity_factor=capacity,
-    )  # fmt: skip
+        num_experts=4,
+        top_k=2,
+        hidden_size=6,
+        intermediate_size=5,
+        hidden_act=act,
+        glu_mlp=True,
+        bias=is_oai,
+        early_expert_affinity_modulation=early,
+        capacity_factor=capacity,
+    )
     router = RouterTopK(4, 2, 6, act_fn="sigmoid", renormalize=True, bias=is_oai)
     layer = MoE(router, ExpertMLPsV2(config)).double().train()
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]

@@ -53,9 +53,11 @@ def test_a_static_step_takes_the_path_that_was_decided(
         tuning=SimpleNamespace(save_percent=None, pad_num_blocks_to_even=False),
     )
     plan: Any = SimpleNamespace(
-        parts=parts, path=path, _is_static=lambda _: True,
+        parts=parts,
+        path=path,
+        _is_static=lambda _: True,
         decision=SimpleNamespace(work=SimpleNamespace(block_size=2)),
-    )  # fmt: skip
+    )
     torch_backend.TorchPlan.experts(plan, torch.zeros(2, 8), routing)
     assert seen == [called]
 
@@ -65,5 +67,10 @@ def test_a_run_has_as_many_rows_as_one_activation_serves() -> None:
     counts = [most, most - 1, 1, 1, most + 7, 2, most - 2, 3]
     parts = chosen_experts._split(Run(list(range(8)), counts), 8)
     assert [part.counts for part in parts] == [
-        [most], [most - 1, 1], [1], [most + 7], [2, most - 2], [3]
-    ]  # fmt: skip
+        [most],
+        [most - 1, 1],
+        [1],
+        [most + 7],
+        [2, most - 2],
+        [3],
+    ]

@@ -13,9 +13,15 @@ def build(save_percent: int | None, *, act: str = "silu", early: bool = False) -
     torch.manual_seed(0)
     is_oai = act == "swiglu"
     config = RoutedExpertsMLPOpsConfig(
-        num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, hidden_act=act, glu_mlp=True,
-        bias=is_oai, early_expert_affinity_modulation=early,
-    )  # fmt: skip
+        num_experts=E,
+        top_k=K,
+        hidden_size=H,
+        intermediate_size=I,
+        hidden_act=act,
+        glu_mlp=True,
+        bias=is_oai,
+        early_expert_affinity_modulation=early,
+    )
     router = RouterTopK(E, K, H, act_fn="sigmoid", renormalize=True, bias=is_oai)
     layer = MoE(router, ExpertMLPsV2(config, save_percent=save_percent)).train()
     with torch.no_grad():

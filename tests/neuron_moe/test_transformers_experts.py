@@ -94,9 +94,13 @@ def test_a_clamp_far_out_is_computed(name: str) -> None:
     sizes = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
     widths = dict.fromkeys(("moe_intermediate_size", "intermediate_size"), 16)
     config = SimpleNamespace(
-        **sizes, **widths, hidden_size=32, hidden_act="silu", swiglu_limit=10.0,
+        **sizes,
+        **widths,
+        hidden_size=32,
+        hidden_act="silu",
+        swiglu_limit=10.0,
         _experts_implementation="eager",
-    )  # fmt: skip
+    )
     experts = getattr(module, CLAMPED[name])(config)
     experts.config = config
     torch.manual_seed(0)

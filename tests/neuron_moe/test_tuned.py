@@ -18,14 +18,23 @@ from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill, 
 
 E, K, H, I = 8, 2, 128, 64  # noqa: E741  the axis letter
 CHOICE = TunedPrefill(
-    tokens=300, block_size=64, shard_plan="intermediate", loop_plan="sorted", visit=2,
-    loaded_parts=(1, 1), weight_buffers=1, turns="tensor", weights="plain",
-)  # fmt: skip
+    tokens=300,
+    block_size=64,
+    shard_plan="intermediate",
+    loop_plan="sorted",
+    visit=2,
+    loaded_parts=(1, 1),
+    weight_buffers=1,
+    turns="tensor",
+    weights="plain",
+)
 PLANS = TunedPlans(
-    prefill=(CHOICE, replace(CHOICE, tokens=1000, block_size=32, shard_plan="hidden",
-                             weight_buffers=2)),
+    prefill=(
+        CHOICE,
+        replace(CHOICE, tokens=1000, block_size=32, shard_plan="hidden", weight_buffers=2),
+    ),
     decode=(TunedDecode(tokens=4, mode="all_experts"),),
-)  # fmt: skip
+)
 
 
 def write(path: Path, **changes: Any) -> Path:

@@ -161,28 +161,36 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
     "tensor_copy": (isa.tensor_copy, {"dst": OUT, "src": ROWS}),
     "memset": (lambda dst: isa.memset(dst, 0), {"dst": OUT}),
     "tensor_copy_predicated": (
-        isa.tensor_copy_predicated, {"dst": ROWS, "src": ROWS, "predicate": BYTES},
+        isa.tensor_copy_predicated,
+        {"dst": ROWS, "src": ROWS, "predicate": BYTES},
     ),
     "nc_matmul": (isa.nc_matmul, {"dst": PSUM, "stationary": ROWS, "moving": ROWS}),
     "nc_matmul_mx": (
         isa.nc_matmul_mx,
         {
-            "dst": Tile(shape=(8, 8), space="psum"), "stationary": WORDS, "moving": WORDS,
-            "stationary_scale": SCALES, "moving_scale": SCALES,
+            "dst": Tile(shape=(8, 8), space="psum"),
+            "stationary": WORDS,
+            "moving": WORDS,
+            "stationary_scale": SCALES,
+            "moving_scale": SCALES,
         },
     ),
     "nc_transpose": (
-        isa.nc_transpose, {"dst": Tile(shape=(16, 32), space="psum"), "data": ROWS},
+        isa.nc_transpose,
+        {"dst": Tile(shape=(16, 32), space="psum"), "data": ROWS},
     ),
     "dma_transpose": (isa.dma_transpose, {"dst": Tile(shape=(16, 32)), "src": HBM}),
     "tensor_tensor": (
-        lambda dst, x: isa.tensor_tensor(dst, x, x, nl.add), {"dst": OUT, "x": ROWS},
+        lambda dst, x: isa.tensor_tensor(dst, x, x, nl.add),
+        {"dst": OUT, "x": ROWS},
     ),
     "tensor_scalar": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 1.0), {"dst": OUT, "x": ROWS},
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 1.0),
+        {"dst": OUT, "x": ROWS},
     ),
     "tensor_reduce": (
-        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, 1), {"dst": COLUMN, "x": ROWS},
+        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, 1),
+        {"dst": COLUMN, "x": ROWS},
     ),
     "tensor_partition_reduce": (
         lambda dst, x: isa.tensor_partition_reduce(dst, nl.add, x),
@@ -203,14 +211,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
     ),
     "iota": (lambda dst: isa.iota(dst, [[1, 16]]), {"dst": OUT}),
     "affine_select": (
-        lambda dst, x: isa.affine_select(dst, [[1, 16]], 0, x, 0.0), {"dst": OUT, "x": ROWS},
+        lambda dst, x: isa.affine_select(dst, [[1, 16]], 0, x, 0.0),
+        {"dst": OUT, "x": ROWS},
     ),
     "local_gather": (
         isa.local_gather,
         {"dst": OUT, "src_buffer": ROWS, "index": Tile(np.ones((32, 1), np.uint16))},
     ),
     "nc_n_gather": (
-        isa.nc_n_gather, {"dst": OUT, "data": ROWS, "indices": Tile(np.ones((32, 16), np.uint32))},
+        isa.nc_n_gather,
+        {"dst": OUT, "data": ROWS, "indices": Tile(np.ones((32, 16), np.uint32))},
     ),
     "bn_stats": (isa.bn_stats, {"dst": Tile(shape=(32, 6)), "data": ROWS}),
     "bn_aggr": (isa.bn_aggr, {"dst": Tile(shape=(32, 2)), "data": Tile(ONES[:, :6])}),
@@ -219,7 +229,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
         {"dst": OUT, "x": ROWS},
     ),
     "nc_stream_shuffle": (
-        lambda dst, x: isa.nc_stream_shuffle(dst, x, list(range(32))), {"dst": OUT, "x": ROWS},
+        lambda dst, x: isa.nc_stream_shuffle(dst, x, list(range(32))),
+        {"dst": OUT, "x": ROWS},
     ),
     "rng": (isa.rng, {"dst": Tile(shape=(32, 16), dtype="uint32")}),
     "dropout": (lambda dst, x: isa.dropout(dst, x, 0.5), {"dst": OUT, "x": ROWS}),
@@ -231,7 +242,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
     "reciprocal": (isa.reciprocal, {"dst": OUT, "data": ROWS}),
     "max8": (isa.max8, {"dst": Tile(shape=(32, 8)), "src": ROWS}),
     "sequence_bounds": (
-        isa.sequence_bounds, {"dst": Tile(shape=(1, 2, 16)), "segment_ids": Tile(ONES[:1])},
+        isa.sequence_bounds,
+        {"dst": Tile(shape=(1, 2, 16)), "segment_ids": Tile(ONES[:1])},
     ),
     "scalar_tensor_tensor": (
         lambda dst, x: isa.scalar_tensor_tensor(dst, x, nl.add, 1.0, nl.add, x),
@@ -243,12 +255,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
     ),
     "core_barrier": (lambda: two_cores(lambda x: isa.core_barrier(x, (0, 1))), {}),
     "dma_compute": (
-        lambda dst, x: isa.dma_compute(dst, [x, x], nl.add), {"dst": OUT, "x": HBM},
+        lambda dst, x: isa.dma_compute(dst, [x, x], nl.add),
+        {"dst": OUT, "x": HBM},
     ),
     "quantize_mx": (
         isa.quantize_mx,
         {
-            "dst": Tile(shape=(32, 8), dtype="float8_e4m3fn_x4"), "src": HALF,
+            "dst": Tile(shape=(32, 8), dtype="float8_e4m3fn_x4"),
+            "src": HALF,
             "dst_scale": Tile(shape=(4, 8), dtype="uint8"),
         },
     ),
@@ -257,7 +271,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
         {"dst": OUT, "x": ROWS, "b": Tile(ONES[:, :1])},
     ),
     "select_reduce": (
-        lambda dst, p, x: isa.select_reduce(dst, p, x, 0.0), {"dst": OUT, "p": BYTES, "x": ROWS},
+        lambda dst, p, x: isa.select_reduce(dst, p, x, 0.0),
+        {"dst": OUT, "p": BYTES, "x": ROWS},
     ),
     "sendrecv": (lambda: two_cores(exchange), {}),
     "register_alloc": (registers, {"dst": CELL}),
@@ -273,16 +288,18 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
         {"dst": OUT, "x": ROWS, "v": Tile(ONES[:, :8])},
     ),
     "nonzero_with_count": (
-        isa.nonzero_with_count, {"dst": Tile(shape=(32, 17), dtype="int32"), "src": ROWS},
+        isa.nonzero_with_count,
+        {"dst": Tile(shape=(32, 17), dtype="int32"), "src": ROWS},
     ),
     "topk": (
         lambda v, i, x: isa.topk(v, i, x, 64),
         {
-            "v": Tile(shape=(32, 4), dtype="bfloat16"), "i": Tile(shape=(32, 4), dtype="uint32"),
+            "v": Tile(shape=(32, 4), dtype="bfloat16"),
+            "i": Tile(shape=(32, 4), dtype="uint32"),
             "x": ROWS,
         },
     ),
-}  # fmt: skip
+}
 NOT_IMPLEMENTED = {"dropout"}
 
 

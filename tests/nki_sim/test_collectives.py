@@ -532,7 +532,8 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
         "op: expected nl.add, nl.minimum or nl.maximum; found multiply",
     ),
     "no-list": (
-        lambda x, y: collectives.all_reduce(x, [y], TWO, nl.add), "srcs: expected a list of",
+        lambda x, y: collectives.all_reduce(x, [y], TWO, nl.add),
+        "srcs: expected a list of",
     ),
     "shape": (
         lambda x, y: collectives.all_reduce([x], [y[0:1]], TWO, nl.add),
@@ -549,12 +550,14 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
     "psum": (
         lambda x, y: collectives.all_reduce(
             [x], [nl.zeros((4, 3), nl.float32, buffer=nl.psum)], TWO, nl.add
-        ), "dsts: expected tensors in HBM or SBUF; found psum",
+        ),
+        "dsts: expected tensors in HBM or SBUF; found psum",
     ),
     "several-in-sbuf": (
         lambda x, y: collectives.all_reduce(
             [nl.zeros((4, 3), nl.float32)] * 2, [nl.zeros((4, 3), nl.float32)] * 2, TWO, nl.add
-        ), "srcs: expected one tensor; found 2",
+        ),
+        "srcs: expected one tensor; found 2",
     ),
     "group": (
         lambda x, y: collectives.all_reduce([x], [y], ReplicaGroup([[0, 5], [1]]), nl.add),
@@ -573,13 +576,16 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
         "priority: expected None before gen4",
     ),
     "gather-dim": (
-        lambda x, y: collectives.all_gather([x], [y], TWO, 1), "collective_dim: expected 0 in HBM",
+        lambda x, y: collectives.all_gather([x], [y], TWO, 1),
+        "collective_dim: expected 0 in HBM",
     ),
     "gather-shape": (
-        lambda x, y: collectives.all_gather([x], [y], TWO, 0), r"dsts: expected shape \[8, 3\]",
+        lambda x, y: collectives.all_gather([x], [y], TWO, 0),
+        r"dsts: expected shape \[8, 3\]",
     ),
     "scatter-dim": (
-        lambda x, y: collectives.reduce_scatter([x], [y], TWO, 1, nl.add), "collective_dim: expec",
+        lambda x, y: collectives.reduce_scatter([x], [y], TWO, 1, nl.add),
+        "collective_dim: expec",
     ),
     "scatter-rows": (
         lambda x, y: collectives.reduce_scatter([x[0:3]], [y], TWO, 0, nl.add),
@@ -604,7 +610,8 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
     "gather-v-rdispls": (
         lambda x, y: collectives.all_gather_v(
             [x], [y], TWO, in_hbm((3, 2), nl.uint32), has_rdispls=True
-        ), "has_rdispls: expected False",
+        ),
+        "has_rdispls: expected False",
     ),
     "permute-targets": (
         lambda x, y: collectives.collective_permute([x], [y], [(0, 1), (1, 1)]),
@@ -626,7 +633,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, y: collectives.collective_permute_implicit([[x, x]], [[y]], TWO),
         "srcs_by_channel: expected one tensor per channel",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

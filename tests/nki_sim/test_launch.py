@@ -349,8 +349,10 @@ def test_the_target_decides_generation_and_sizes(target: str, generation: int, b
         return isa.get_nc_version().value, nl.tile_size.sbuf_fmax_bytes, nl.tile_size.pmax
 
     assert nki_sim.run(kernel, options=SimOptions(target=target)).outputs == (
-        generation, bytes_, 128,
-    )  # fmt: skip
+        generation,
+        bytes_,
+        128,
+    )
 
 
 def test_the_languages_own_variable_chooses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,9 +393,12 @@ def test_10_column_tiles_hold_partial_sums_that_are_added_later() -> None:
             isa.dma_copy(w_sb, w[k * 128 : k * 128 + 128])
             column = 32 * (k % 4)
             isa.nc_matmul(
-                bank[column : column + T], x_sb, w_sb,
-                tile_position=(0, column), tile_size=(128, 32),
-            )  # fmt: skip
+                bank[column : column + T],
+                x_sb,
+                w_sb,
+                tile_position=(0, column),
+                tile_size=(128, 32),
+            )
         total = tile((T, I))
         isa.tensor_copy(total, bank[0:T])
         for k in range(1, 4):

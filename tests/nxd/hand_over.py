@@ -14,8 +14,13 @@ from typing import Any
 from tests.nxd.stand_ins import install
 
 MODELS = (
-    "gpt_oss_20b", "qwen3_30b_a3b", "mixtral_8x7b", "dbrx", "llama4_scout", "llama4_maverick",
-)  # fmt: skip
+    "gpt_oss_20b",
+    "qwen3_30b_a3b",
+    "mixtral_8x7b",
+    "dbrx",
+    "llama4_scout",
+    "llama4_maverick",
+)
 SIZES = (128, 256)
 
 
@@ -29,8 +34,9 @@ def built(name: str, block_size: int) -> dict[str, Any]:
     from neuron_moe.tools.compile.request import find_request
 
     request = find_request(None, name, [])
-    buckets = tuple(Bucket(tokens=each.tokens, block_size=block_size) for each in
-                    request.deployment.buckets)  # fmt: skip
+    buckets = tuple(
+        Bucket(tokens=each.tokens, block_size=block_size) for each in request.deployment.buckets
+    )
     deployment = replace(request.deployment, buckets=buckets)
     nxd_compat.install(backend="nki")
     with tempfile.TemporaryDirectory() as folder:

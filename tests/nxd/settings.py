@@ -14,8 +14,13 @@ from pathlib import Path
 
 from tests.nxd.stand_ins import install as install_stand_ins
 
-CHANGES = ("tp=2", "ep=2", "batch=2", "max_length=256",
-           'buckets=[{"tokens": 160, "block_size": 64}]')  # fmt: skip
+CHANGES = (
+    "tp=2",
+    "ep=2",
+    "batch=2",
+    "max_length=256",
+    'buckets=[{"tokens": 160, "block_size": 64}]',
+)
 
 
 def main() -> int:

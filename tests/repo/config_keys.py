@@ -280,12 +280,18 @@ _SWIGLU = {"RoutedExpertsMLPOpsConfig": {"hidden_act": "sigmoid", "glu_type": "s
 _TUNED = {
     "prefill": [
         {
-            "tokens": 1 << 20, "block_size": 64, "shard_plan": "balanced", "loop_plan": "sorted",
-            "visit": 2, "loaded_parts": [1, 1], "weight_buffers": 2, "turns": "tensor",
+            "tokens": 1 << 20,
+            "block_size": 64,
+            "shard_plan": "balanced",
+            "loop_plan": "sorted",
+            "visit": 2,
+            "loaded_parts": [1, 1],
+            "weight_buffers": 2,
+            "turns": "tensor",
             "weights": "plain",
         }
     ]
-}  # fmt: skip
+}
 _BY_BLOCKS = {"BlockwiseMatmulConfig": {"use_shard_on_block_dynamic_while": True}}
 # 36 tokens with 3 of 8 experts need at most 11 blocks of 32.
 _ODD_BLOCKS: dict[str, dict[str, Any]] = {
@@ -422,4 +428,4 @@ PROBES: list[Probe] = [
     Probe("MoE", "init_tkg_module", True),
     Probe("MoE", "tkg_config", MoEFusedTKGConfig(False, moe_fused_kernel_enabled=False)),
     Probe("MoE", "reduce_dtype", torch.bfloat16, _FLOAT32, "tp"),
-]  # fmt: skip
+]

@@ -97,9 +97,12 @@ def test_files_exist(path: Path) -> None:
     text = path.read_text()
     named = {word.rstrip("/") for word in re.findall(r"[\w.<>*{},/-]+", " ".join(_code(text)))}
     wrong = [
-        name for name in sorted(named) if name.split("/")[0] in TOP and "/" in name
+        name
+        for name in sorted(named)
+        if name.split("/")[0] in TOP
+        and "/" in name
         and not all(_exists(each) for each in _alternatives(name.rstrip(".,")))
-    ]  # fmt: skip
+    ]
     files = {each.name for top in TOP for each in (ROOT / top).rglob("*.py")}
     alone = set(re.findall(r"`(\w+\.py)`", text))  # in a block it may be a reader's own file
     wrong += [f"no file of ours is called {name}" for name in sorted(alone - files)]
@@ -117,9 +120,7 @@ def test_links_point_at_files(path: Path) -> None:
 def test_make_targets_exist(path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     pieces = [piece for piece in _code(path.read_text()) if piece.strip().startswith("make ")]
-    wrong = [
-        piece for piece in pieces if f"\n{piece.split()[1]}:" not in f"\n{makefile}"
-    ]  # fmt: skip
+    wrong = [piece for piece in pieces if f"\n{piece.split()[1]}:" not in f"\n{makefile}"]
     assert not wrong, "\n".join(wrong)
 
 
@@ -141,8 +142,10 @@ def _exists(name: str) -> bool:
 def test_a_decision_has_context_decision_and_consequences(path: Path) -> None:
     text = path.read_text()
     assert re.findall("^## (.*)", text, flags=re.MULTILINE) == [
-        "Context", "Decision", "Consequences",
-    ]  # fmt: skip
+        "Context",
+        "Decision",
+        "Consequences",
+    ]
     assert re.match(rf"# {int(path.name[:4])}\. \w.*\n\nAccepted \d{{4}}-\d\d-\d\d", text)
     assert 100 <= len(text.split()) <= 300
 

@@ -48,9 +48,12 @@ def _names(*packages: str) -> list[str]:
 def _failures(names: list[str]) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", CODE],
-        input=json.dumps(names), capture_output=True, text=True, check=True,
+        input=json.dumps(names),
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     found: dict[str, str] = json.loads(done.stdout)
     missing = [f"ModuleNotFoundError: No module named '{name}" for name in OPTIONAL]
     return {name: why for name, why in found.items() if not why.startswith(tuple(missing))}

@@ -1,4 +1,4 @@
-"""Sizes and arguments of functions."""
+"""Arguments of functions."""
 
 import ast
 from collections.abc import Iterator
@@ -8,30 +8,11 @@ import pytest
 from tests.repo import source
 from tests.repo.source import PACKAGES, Function
 
-SHORT, SHARE, LONGEST = 32, 0.9, 80  # lines of the whole definition
 MOST_ARGUMENTS = 10
 MOST_STAGE_ARGUMENTS = 8
 # Signatures that are another's: NxD's, the vendor's instructions and language.
 MIRRORS = ("neuron_moe.nxd_compat", "nki_sim.isa", "nki_sim.language", "nki_sim.collectives")
 DEVICE_NAMES = {"nisa", "nl", "ncc"}  # as kernel files call the vendor's modules
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_most_functions_are_short(package: str) -> None:
-    found = sorted(source.functions(package), key=lambda function: -function.lines)
-    long = [function for function in found if function.lines > SHORT]
-    allowed = int((1 - SHARE) * len(found))
-    report = [f"{each.lines} {each.place}" for each in long]
-    assert len(long) <= allowed, (
-        f"{len(long)} of {len(found)} functions have over {SHORT} lines, {allowed} may:\n"
-        + "\n".join(report)
-    )
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_function_is_long(package: str) -> None:
-    long = [each for each in source.functions(package) if each.lines > LONGEST]
-    assert not long, "\n".join(f"{each.lines} {each.place}" for each in long)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

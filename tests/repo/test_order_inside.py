@@ -8,8 +8,15 @@ from tests.repo import source
 from tests.repo.source import PACKAGES, Module
 
 _SIM_BASE = {
-    "errors", "options", "dtypes", "constants", "hardware", "hardware_file", "targets", "trace",
-}  # fmt: skip
+    "errors",
+    "options",
+    "dtypes",
+    "constants",
+    "hardware",
+    "hardware_file",
+    "targets",
+    "trace",
+}
 _SIM_CHIP = _SIM_BASE | {"machine", "isa", "language"}
 _SIM_TOP = _SIM_CHIP | {"collectives", "launch", "provide", "testing", "time"}
 # What each folder or file directly under a package may import of the same package.

@@ -47,9 +47,15 @@ def test_what_was_measured_says_where_and_by_which_command() -> None:
 def test_the_picture_in_readme_has_the_times_of_the_results() -> None:
     """It is of a step of GPT-OSS-20B, under the clock model that favours the vendor."""
     (row,) = rows(
-        "decode_trn2", kernel="decode_block", model="gpt-oss-20b", B=16, routing="uniform",
-        format="bf16", layout="plain", corner="vendor",
-    )  # fmt: skip
+        "decode_trn2",
+        kernel="decode_block",
+        model="gpt-oss-20b",
+        B=16,
+        routing="uniform",
+        format="bf16",
+        layout="plain",
+        corner="vendor",
+    )
     picture = (ROOT / "docs" / "pictures" / "lanes.svg").read_text()
     drawn = re.findall(r'font-weight="600"[^>]*>([\d,]+) µs<', picture)
     assert drawn == [f"{row[side]:.0f}" for side in ("ours_us", "vendor_us")], (

@@ -57,10 +57,25 @@ class ServeCommand:
         self.arguments = (folder, *more)
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "neuron_moe.tools.cli", "serve", "--model", str(folder),
-             "--dtype", "float32", "--product-form", "plain", "--port", str(port), *more],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "neuron_moe.tools.cli",
+                "serve",
+                "--model",
+                str(folder),
+                "--dtype",
+                "float32",
+                "--product-form",
+                "plain",
+                "--port",
+                str(port),
+                *more,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

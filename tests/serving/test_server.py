@@ -145,9 +145,14 @@ def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("ranks", "splits_experts", "expert_ranks", "expected"),
-    [(1, False, None, (1, 1)), (4, False, None, (4, 1)), (4, True, None, (1, 4)),
-     (4, False, 2, (2, 2)), (4, True, 2, (2, 2))],
-)  # fmt: skip
+    [
+        (1, False, None, (1, 1)),
+        (4, False, None, (4, 1)),
+        (4, True, None, (1, 4)),
+        (4, False, 2, (2, 2)),
+        (4, True, 2, (2, 2)),
+    ],
+)
 def test_ranks_split_experts_as_asked(
     ranks: int, splits_experts: bool, expert_ranks: int | None, expected: tuple[int, int]
 ) -> None:

@@ -111,9 +111,15 @@ OF_SERVE = {
 # Groups that say nothing to a model, and the switches of the other groups that ours takes as any
 # other does: vLLM does what they say, or refuses them on a CPU.
 TAKEN_GROUPS = {
-    "Frontend", "MambaConfig", "MultiModalConfig", "ObservabilityConfig", "SchedulerConfig",
-    "StructuredOutputsConfig", "LoggingConfig", "LoRAConfig",
-}  # fmt: skip
+    "Frontend",
+    "MambaConfig",
+    "MultiModalConfig",
+    "ObservabilityConfig",
+    "SchedulerConfig",
+    "StructuredOutputsConfig",
+    "LoggingConfig",
+    "LoRAConfig",
+}
 TAKEN = {
     "options": """help config disable_log_stats aggregate_engine_logging fail_on_environ_validation
         gdn_prefill_backend kda_prefill_backend kda_decode_backend enable_log_requests""",

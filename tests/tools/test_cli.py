@@ -155,9 +155,13 @@ def start_listing_imports(*args: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-X", "importtime", "-m", "neuron_moe.tools.cli", *args]
     # A job in the background of a shell ignores Ctrl-C, and what it starts does too.
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("asked", ["--help", "--version"])
@@ -177,6 +181,7 @@ def test_an_interrupt_while_torch_is_imported_is_one_sentence() -> None:
         process.send_signal(signal.SIGINT)
         rest = process.stderr.readlines()
     assert [line for line in rest if not line.startswith("import time:")] == [
-        "\n", "neuron-moe: interrupted before it began\n",
-    ]  # fmt: skip
+        "\n",
+        "neuron-moe: interrupted before it began\n",
+    ]
     assert process.returncode == 130

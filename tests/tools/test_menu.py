@@ -29,9 +29,12 @@ def test_help_is_printed_and_asked_for(name: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("name", "given", "meant"),
-    [("neuron-moe", "generat", "generate"), ("bench", "prefil", "prefill"),
-     ("check", "kernel", "kernels")],
-)  # fmt: skip
+    [
+        ("neuron-moe", "generat", "generate"),
+        ("bench", "prefil", "prefill"),
+        ("check", "kernel", "kernels"),
+    ],
+)
 def test_a_wrong_name_is_answered_with_the_nearest(
     name: str, given: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,9 +19,18 @@ from neuron_moe.tools.bench.gpu_peers import Inputs, Peer
 SETS = 4  # of weights
 LAYERS = (1, 16)  # in a graph
 HEADER = (
-    "shape", "T", "layers", "copy_us", "read_us", "of_copy", "ours_us", "low", "high", "of_copy",
+    "shape",
+    "T",
+    "layers",
+    "copy_us",
+    "read_us",
+    "of_copy",
+    "ours_us",
+    "low",
+    "high",
+    "of_copy",
     "of_read",
-)  # fmt: skip
+)
 _COPIED_BYTES = 1 << 30
 
 
@@ -51,12 +60,18 @@ class DecodeTimes(NamedTuple):
         """Return the same for programs."""
         copy, read, (ours, low, high) = self.copy.median, self.read.median, self.ours
         return {
-            "layers": self.layers, "copy_ms": copy,
-            "read_ms": read, "read_low_ms": self.read.low, "read_high_ms": self.read.high,
-            "ours_ms": ours, "ours_low_ms": low, "ours_high_ms": high,
-            "read_over_copy": read / copy, "ours_over_copy": ours / copy,
+            "layers": self.layers,
+            "copy_ms": copy,
+            "read_ms": read,
+            "read_low_ms": self.read.low,
+            "read_high_ms": self.read.high,
+            "ours_ms": ours,
+            "ours_low_ms": low,
+            "ours_high_ms": high,
+            "read_over_copy": read / copy,
+            "ours_over_copy": ours / copy,
             "ours_over_read": ours / read,
-        }  # fmt: skip
+        }
 
 
 def decode_times(sets: Sequence[Peer], inputs: Inputs, repeats: int) -> Iterator[DecodeTimes]:

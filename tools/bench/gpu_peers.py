@@ -267,13 +267,32 @@ class SonicMoE(Peer):
         _, ends_E = library.count_cumsum(index_TK.view(-1), self.shape.num_experts, do_cumsum=True)
         ends_E, *metadata = library.TC_topk_router_metadata(index_TK, ends_E, top_k)
         rows, before = library._UpProjection.apply(
-            hidden_TH, first, None, ends_E, num_tokens * top_k, top_k, stream, *metadata, False,
-            self.activation, False,
-        )  # fmt: skip
+            hidden_TH,
+            first,
+            None,
+            ends_E,
+            num_tokens * top_k,
+            top_k,
+            stream,
+            *metadata,
+            False,
+            self.activation,
+            False,
+        )
         found: Tensor = library._DownProjection.apply(
-            rows, before, down, None, affinities_TK, ends_E, num_tokens, top_k, stream, *metadata,
-            False, self.activation,
-        )  # fmt: skip
+            rows,
+            before,
+            down,
+            None,
+            affinities_TK,
+            ends_E,
+            num_tokens,
+            top_k,
+            stream,
+            *metadata,
+            False,
+            self.activation,
+        )
         return found
 
 

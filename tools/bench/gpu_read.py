@@ -8,8 +8,16 @@ _BLOCK = 4096  # elements of a program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(first_ptr, down_ptr, index_ptr, out_ptr, first_size, down_size, first_blocks,  # type: ignore[no-untyped-def]
-          BLOCK: tl.constexpr):  # fmt: skip
+def _read(
+    first_ptr,
+    down_ptr,
+    index_ptr,
+    out_ptr,
+    first_size,
+    down_size,
+    first_blocks,  # type: ignore[no-untyped-def]
+    BLOCK: tl.constexpr,
+):
     """Add up a block of an expert's matrix; store the sum where it is 2^100, which never comes."""
     expert, block = tl.load(index_ptr + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     total = 0.0

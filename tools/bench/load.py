@@ -121,8 +121,16 @@ def main(argv: list[str] | None = None) -> int:
         rows = {kind: _run_worker(path, args) for kind, path in folders.items()}
     _print_rows(rows, args)
     is_good = _holds(rows)
-    tell_json(args.json, "bench load", kind="measured", gib=args.gib, tp=args.tp, ep=args.ep,
-                    holds=is_good, rows=rows)  # fmt: skip
+    tell_json(
+        args.json,
+        "bench load",
+        kind="measured",
+        gib=args.gib,
+        tp=args.tp,
+        ep=args.ep,
+        holds=is_good,
+        rows=rows,
+    )
     return 0 if is_good else 1
 
 

@@ -86,9 +86,11 @@ def main(argv: list[str] | None = None) -> int:
                 rows += rows_of(plan, (model, split), collective, portions, options.link_rates)
     print(_table(rows))
     tell_json(
-        options.json, "bench ranks", kind="simulated, collectives computed",
+        options.json,
+        "bench ranks",
+        kind="simulated, collectives computed",
         rows=[asdict(row) for row in rows],
-    )  # fmt: skip
+    )
     return 0
 
 
@@ -133,12 +135,19 @@ def rows_of(
     launch_us = _corners_us(launch_on_ranks(plan, RANKS).trace, CHIP)
     return [
         Row(
-            model=names[0], split=names[1], phase=plan.step.phase, T=plan.step.tokens,
-            collective=collective, corner=corner, link_rate=rate, launch_us=launch_us[corner],
-            collective_us=collective_us[rate], inside_us=inside,
+            model=names[0],
+            split=names[1],
+            phase=plan.step.phase,
+            T=plan.step.tokens,
+            collective=collective,
+            corner=corner,
+            link_rate=rate,
+            launch_us=launch_us[corner],
+            collective_us=collective_us[rate],
+            inside_us=inside,
         )
         for (corner, rate), inside in inside_us.items()
-    ]  # fmt: skip
+    ]
 
 
 def _corners_us(trace: Trace, chip: Hardware) -> dict[str, float]:
@@ -179,16 +188,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
     )
     parser.add_argument(
-        "--collectives", nargs="+", choices=COLLECTIVES[1:], default=["all_reduce"],
+        "--collectives",
+        nargs="+",
+        choices=COLLECTIVES[1:],
+        default=["all_reduce"],
         help="what becomes of the sums (default: all_reduce)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--portions", nargs="+", type=int, default=[1], help="of a prefill's rows (default: 1)"
     )
     parser.add_argument(
-        "--link-rates", nargs="+", type=float, default=[CHIP.collective_bytes_per_ns],
+        "--link-rates",
+        nargs="+",
+        type=float,
+        default=[CHIP.collective_bytes_per_ns],
         help="of a rank, in GB/s (default: 128)",
-    )  # fmt: skip
+    )
     parser.add_json_option()
     options = parser.parse_args(argv)
     for name in ("tokens", "link_rates"):

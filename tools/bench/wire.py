@@ -81,9 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.picture is not None:
         draw_wire(results, args.ranks, args.tokens, args.picture)
         print(f"\npicture: {args.picture}")
-    tell_json(args.json, "bench wire", kind="measured", ranks=args.ranks, tokens=args.tokens,
-              hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K,
-              rows=[_plain(r) for r in results])  # fmt: skip
+    tell_json(
+        args.json,
+        "bench wire",
+        kind="measured",
+        ranks=args.ranks,
+        tokens=args.tokens,
+        hidden_size=HIDDEN,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        rows=[_plain(r) for r in results],
+    )
     return 0
 
 
@@ -146,9 +154,14 @@ def draw_wire(results: list[Measurement], ranks: int, tokens: int, path: Path) -
         width = len(_COLOURS) - number
         axes.plot(degrees, formula, "-", color=colour, linewidth=1.2 * width, alpha=0.8)
         axes.plot(
-            degrees, counted, "o", color=colour, markersize=4 + 2.5 * width,
-            markeredgecolor="#ffffff", label=way,
-        )  # fmt: skip
+            degrees,
+            counted,
+            "o",
+            color=colour,
+            markersize=4 + 2.5 * width,
+            markeredgecolor="#ffffff",
+            label=way,
+        )
     degrees = sorted({r.ep for r in results})
     axes.set_xscale("log", base=2)
     axes.set_xticks(degrees, [f"{ep} x {ranks // ep}" for ep in degrees])

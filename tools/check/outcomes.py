@@ -156,8 +156,14 @@ def _tell_progress(total: int) -> Iterator[Callable[[str], None]]:
     )
 
     console, start, last = Console(file=sys.stderr), time.monotonic(), time.monotonic()
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-               TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     count = 0
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

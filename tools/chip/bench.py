@@ -98,9 +98,13 @@ class DeviceRuns:
             arguments = tuple(filled(value) for value in arguments)
             options = {name: filled(value) for name, value in options.items()}
         job = Job(
-            name=getattr(kernel, "__name__", str(kernel)), kernel=kernel, arguments=arguments,
-            options=options, cores=lnc, simulation=simulation,
-        )  # fmt: skip
+            name=getattr(kernel, "__name__", str(kernel)),
+            kernel=kernel,
+            arguments=arguments,
+            options=options,
+            cores=lnc,
+            simulation=simulation,
+        )
         return MeasuredRun((self._median_ns(job) - self._launch_ns) / 1e3)
 
     def _median_ns(self, job: Job) -> float:

@@ -87,11 +87,13 @@ class Calibration:
     def _coefficients(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {
             name: {
-                "estimate": one.estimate, "low": one.low, "high": one.high,
+                "estimate": one.estimate,
+                "low": one.low,
+                "high": one.high,
                 "barely_visible": one.is_barely_visible,
             }
             for name, one in self.fit.estimates.items()
-        }  # fmt: skip
+        }
         for name, on in self.fit.switches.items():
             setting = {"estimate": on, "low": on, "high": on}
             found[name] = {**setting, "barely_visible": False}

@@ -80,9 +80,10 @@ def main(argv: list[str] | None = None) -> int:
     rows = list(_rows(options, where, can_run))
     print(_table(rows, where))
     content = {
-        "device": where, "environment": [asdict(fact) for fact in facts],
+        "device": where,
+        "environment": [asdict(fact) for fact in facts],
         "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+    }
     tell_json(options.json, "chip check", **content)
     return 0 if can_run and all(row.right for row in rows) else 1
 
@@ -136,8 +137,9 @@ def _environment(options: argparse.Namespace) -> list[Fact]:
         return found
     wanted = {planted[plant] for plant in options.plant if plant in planted}
     return [
-        *(fact for fact in found if fact.name in wanted), *simulated_environment(options.against)
-    ]  # fmt: skip
+        *(fact for fact in found if fact.name in wanted),
+        *simulated_environment(options.against),
+    ]
 
 
 def _rows(options: argparse.Namespace, where: str, can_run: bool) -> Iterator[Row]:

@@ -67,11 +67,13 @@ _D = functools.partial
 CLAIMS: Final = (
     _claim(
         "prefill, Mixtral TP8: packed weights beat plain ones",
-        _D(_prefill, "mixtral-8x7b", "packed"), _D(_prefill, "mixtral-8x7b", "plain"),
+        _D(_prefill, "mixtral-8x7b", "packed"),
+        _D(_prefill, "mixtral-8x7b", "plain"),
     ),
     _claim(
         "decode, GPT-OSS-20B TP8, 4 tokens: packed weights beat plain ones",
-        _D(_decode, "gpt-oss-20b", 4), _D(_decode, "gpt-oss-20b", 4, layout="plain"),
+        _D(_decode, "gpt-oss-20b", 4),
+        _D(_decode, "gpt-oss-20b", 4, layout="plain"),
     ),
     _claim(
         "decode, GPT-OSS-120B TP8, 4 tokens: the chosen experts beat all of them",
@@ -80,13 +82,15 @@ CLAIMS: Final = (
     ),
     _claim(
         "decode, Mixtral-8x7B TP8, 4 tokens: float8 weights beat bfloat16",
-        _D(_decode, "mixtral-8x7b", 4, "fp8"), _D(_decode, "mixtral-8x7b", 4),
+        _D(_decode, "mixtral-8x7b", 4, "fp8"),
+        _D(_decode, "mixtral-8x7b", 4),
     ),
     _claim(
         "decode, GPT-OSS-120B TP8, 4 tokens: float8 weights beat bfloat16",
-        _D(_decode, "gpt-oss-120b", 4, "fp8"), _D(_decode, "gpt-oss-120b", 4),
+        _D(_decode, "gpt-oss-120b", 4, "fp8"),
+        _D(_decode, "gpt-oss-120b", 4),
     ),
-)  # fmt: skip
+)
 
 
 def hold_against(chip: Hardware) -> list[dict[str, Any]]:

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = (
-    "neuron-moe", "nki", "neuronx-cc", "torch-neuronx", "nrtpy", "torch", "numpy", "ml_dtypes",
-)  # fmt: skip
+    "neuron-moe",
+    "nki",
+    "neuronx-cc",
+    "torch-neuronx",
+    "nrtpy",
+    "torch",
+    "numpy",
+    "ml_dtypes",
+)
 LNC_VARIABLES: Final = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
 LNC: Final = "2"
 
@@ -56,10 +63,11 @@ def _device(root: Path) -> Fact:
     machine = product.read_text().strip() if product.is_file() else platform.machine()
     if not found:
         return Fact(
-            name="device", is_right=False,
+            name="device",
+            is_right=False,
             text=f"no device: {machine} has no /dev/neuron0. Use a trn2.3xlarge with the Neuron"
             " driver, or rehearse with --against sim:1.",
-        )  # fmt: skip
+        )
     return Fact(name="device", is_right=True, text=f"{machine}: {', '.join(found)}")
 
 
@@ -68,9 +76,10 @@ def _driver(root: Path) -> Fact:
     if version.is_file():
         return Fact(name="driver", is_right=True, text=f"neuron {version.read_text().strip()}")
     return Fact(
-        name="driver", is_right=False,
+        name="driver",
+        is_right=False,
         text="driver: the kernel module neuron is not loaded. Install aws-neuronx-dkms.",
-    )  # fmt: skip
+    )
 
 
 def _sdk() -> Fact:
@@ -82,10 +91,11 @@ def _sdk() -> Fact:
     if any("isa" in str(file) for file in files):
         return Fact(name="SDK", is_right=True, text=f"nki {metadata.version('nki')}")
     return Fact(
-        name="SDK", is_right=False,
+        name="SDK",
+        is_right=False,
         text="SDK: no nki with an instruction set is installed. Install it from the Neuron SDK's"
         " package index, in this Python environment.",
-    )  # fmt: skip
+    )
 
 
 def _runtime() -> Fact:
@@ -93,10 +103,11 @@ def _runtime() -> Fact:
     if importlib.util.find_spec("nrtpy") is not None:
         return Fact(name="runtime", is_right=True, text="nrtpy, which loads and times kernels")
     return Fact(
-        name="runtime", is_right=False,
+        name="runtime",
+        is_right=False,
         text="runtime: no nrtpy is installed. It comes with the nki of the Neuron SDK 2.30 or"
         " later.",
-    )  # fmt: skip
+    )
 
 
 def _cores(variables: Mapping[str, str]) -> Fact:
@@ -106,10 +117,11 @@ def _cores(variables: Mapping[str, str]) -> Fact:
     ]
     if wrong:
         return Fact(
-            name="LNC", is_right=False,
+            name="LNC",
+            is_right=False,
             text=f"wrong LNC: {', '.join(wrong)}, but kernels are launched on {LNC} physical cores."
             f" Set both {' and '.join(LNC_VARIABLES)} to {LNC}, or unset them.",
-        )  # fmt: skip
+        )
     return Fact(name="LNC", is_right=True, text=f"logical cores of {LNC} physical ones")
 
 

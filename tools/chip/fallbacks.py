@@ -51,10 +51,14 @@ def settle(feature: OpenFeature, device: Device, on_full: bool = False) -> dict[
     """Run the kernel of a feature on a device, and simulate its fallbacks."""
     why = answer(feature, device)
     return {
-        "feature": feature.name, "question": feature.question, "works": not why, "why": why,
-        "fallbacks": [cost(one, on_full) for one in feature.fallbacks] if device.kind == "simulated"
+        "feature": feature.name,
+        "question": feature.question,
+        "works": not why,
+        "why": why,
+        "fallbacks": [cost(one, on_full) for one in feature.fallbacks]
+        if device.kind == "simulated"
         else [],
-    }  # fmt: skip
+    }
 
 
 def answer(feature: OpenFeature, device: Device) -> str:
@@ -78,10 +82,14 @@ def cost(fallback: Fallback, on_full: bool = False) -> dict[str, Any]:
         run(with_changes(case, changes), _LIMITS) for changes in ({}, fallback.changes)
     )
     return {
-        "switch": fallback.switch, "case": case.id, "right": not changed.failure,
-        "why": changed.failure, "us": plain.simulated_us, "fallback_us": changed.simulated_us,
+        "switch": fallback.switch,
+        "case": case.id,
+        "right": not changed.failure,
+        "why": changed.failure,
+        "us": plain.simulated_us,
+        "fallback_us": changed.simulated_us,
         "cost": changed.simulated_us / plain.simulated_us,
-    }  # fmt: skip
+    }
 
 
 def with_changes(case: Case, changes: dict[str, Any]) -> Case:
@@ -97,9 +105,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
             cells = ["none known", "-", "-", "-", "-"]
             if one is not None:
                 cells = [
-                    f"{one['switch']} ({one['case']})", "yes" if one["right"] else one["why"],
-                    f"{one['us']:.1f}", f"{one['fallback_us']:.1f}", f"x{one['cost']:.2f}",
-                ]  # fmt: skip
+                    f"{one['switch']} ({one['case']})",
+                    "yes" if one["right"] else one["why"],
+                    f"{one['us']:.1f}",
+                    f"{one['fallback_us']:.1f}",
+                    f"x{one['cost']:.2f}",
+                ]
             lines.append([*first, *cells])
             first = ["", ""]
     return f"{format_table(lines, numbers_from=3)}\ntimes simulated"

@@ -46,10 +46,14 @@ _RAMPS: Final = (0.6, 1.6)
 _ARRAY: Final = tuple(
     COEFFICIENTS.index(name)
     for name in (
-        "ramp_start_share", "ramp_ns", "matmul_calibration_factor", "matmul_drain_ns",
-        "stationary_load_speedup", "matmul_floor_cycles",
+        "ramp_start_share",
+        "ramp_ns",
+        "matmul_calibration_factor",
+        "matmul_drain_ns",
+        "stationary_load_speedup",
+        "matmul_floor_cycles",
     )
-)  # fmt: skip
+)
 
 Vector = NDArray[np.float64]
 

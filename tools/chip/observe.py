@@ -70,11 +70,14 @@ def probe_jobs() -> list[Job]:
     """Return all probes as launches."""
     return [
         Job(
-            name=probe.name, kernel=probe.kernel, arguments=(*probe.tensors(), *probe.arguments),
-            options={}, cores=probe.cores,
+            name=probe.name,
+            kernel=probe.kernel,
+            arguments=(*probe.tensors(), *probe.arguments),
+            options={},
+            cores=probe.cores,
         )
         for probe in PROBES
-    ]  # fmt: skip
+    ]
 
 
 def observe(device: Device, rounds: int, with_kernels: bool) -> Observed:
@@ -90,9 +93,13 @@ def observe(device: Device, rounds: int, with_kernels: bool) -> Observed:
     if with_kernels:
         kernels = _time(device, held_out_jobs(on_device), rounds, "kernels").ns.tolist()
     return Observed(
-        device=device.name, kind=device.kind, probes=times.ns.tolist(),
-        errors=times.error.tolist(), largest_drift=float(abs(times.drift).max()), kernels=kernels,
-    )  # fmt: skip
+        device=device.name,
+        kind=device.kind,
+        probes=times.ns.tolist(),
+        errors=times.error.tolist(),
+        largest_drift=float(abs(times.drift).max()),
+        kernels=kernels,
+    )
 
 
 def _time(device: Device, jobs: Sequence[Job], rounds: int, what: str) -> Times:

@@ -71,8 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print_json_line("compile", **{key: report[key] for key in report if key != "version"})
     if report["missing"]:
-        print("neuron-moe compile: everything is done but what needs: "
-              + "; ".join(report["missing"]), file=sys.stderr)  # fmt: skip
+        print(
+            "neuron-moe compile: everything is done but what needs: "
+            + "; ".join(report["missing"]),
+            file=sys.stderr,
+        )
     return 0 if args.plan_only else status
 
 
@@ -237,9 +240,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE",
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="change a setting: lnc, tp, ep, sp, quantization, batch, max_length, buckets",
-    )  # fmt: skip
+    )
     add_report_option(parser)
     parser.add_argument("--plan-only", action="store_true", help="stop before the hand-over")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

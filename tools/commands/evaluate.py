@@ -197,9 +197,14 @@ def _draw_signed(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> 
             axes.plot([], [], color=colour, label=f"{name}: none on any sample")
             continue
         axes.hist(
-            values, bins=41, range=(-widest, widest), histtype="step", linewidth=1.5, color=colour,
+            values,
+            bins=41,
+            range=(-widest, widest),
+            histtype="step",
+            linewidth=1.5,
+            color=colour,
             label=f"{name}: mean {values.mean():+.1e}",
-        )  # fmt: skip
+        )
     axes.axvline(0, color="#333333", linewidth=0.8)
     axes.set_xlabel("difference of the loss, bits per byte [measured]")
 
@@ -211,9 +216,13 @@ def _draw_sizes(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> N
         sizes = np.clip(np.abs(values), bins[0], bins[-1])
         # Lines may lie on each other: the first ones are drawn wider.
         axes.hist(
-            sizes, bins=bins, histtype="step", linewidth=1.5 * (len(differences) - number),
-            color=_COLOURS[number % len(_COLOURS)], label=name,
-        )  # fmt: skip
+            sizes,
+            bins=bins,
+            histtype="step",
+            linewidth=1.5 * (len(differences) - number),
+            color=_COLOURS[number % len(_COLOURS)],
+            label=name,
+        )
     axes.set_xscale("log")
     axes.set_xlabel("size of the difference, bits per byte [measured]")
 

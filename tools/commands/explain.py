@@ -37,9 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.model}, TP {args.tp} x EP {args.ep}, backend {args.backend}\n{told}")
     if args.json:
         print_json_line(
-            "explain", model=args.model, tp=args.tp, ep=args.ep, backend=args.backend,
+            "explain",
+            model=args.model,
+            tp=args.tp,
+            ep=args.ep,
+            backend=args.backend,
             **told.to_dict(),
-        )  # fmt: skip
+        )
     return 0
 
 

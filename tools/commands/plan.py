@@ -98,11 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     costs = cost_layouts(model, machine, routings, tokens, decisive)
     sensitivity = {
         factor: cost_layouts(
-            model, machine.with_faster_links(factor), {decisive: routings[decisive]}, tokens,
-            decisive, costs.placements,
+            model,
+            machine.with_faster_links(factor),
+            {decisive: routings[decisive]},
+            tokens,
+            decisive,
+            costs.placements,
         )
         for factor in LINK_FACTORS
-    }  # fmt: skip
+    }
     served, why_not_served = _serve(args, machine, routings[decisive][1], model)
     _print_serving(served, why_not_served, args)
     _print_plan(costs, sensitivity, source, with_tables=args.table)
@@ -192,8 +196,14 @@ def _sizes_of(text: str) -> dict[str, Any]:
         )
     sizes: dict[str, Any] = {_SIZE_NAMES[key]: int(value) for key, value in pairs.items()}
     # Only experts are known; attention and vocabulary then count for nothing in memory.
-    return {**sizes, "vocab_size": 0, "num_attention_heads": 1, "num_key_value_heads": 0,
-            "head_dim": 0, "n_shared_experts": 0}  # fmt: skip
+    return {
+        **sizes,
+        "vocab_size": 0,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 0,
+        "head_dim": 0,
+        "n_shared_experts": 0,
+    }
 
 
 def recorded_load(path: Path | None) -> tuple[Tensor | None, str]:

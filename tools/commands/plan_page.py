@@ -42,8 +42,12 @@ def plan_page(costs: LayoutCosts, served: Sequence[ServingTimes], target: str, s
                 [Text(told), Items(explain(costs, phase)), Details("all layouts", [table])],
             )
         )
-    sections.append(Section("Coefficients", [Details("values and sources", [
-        Table(coefficient_rows(), numbers_from=9)])]))  # fmt: skip
+    sections.append(
+        Section(
+            "Coefficients",
+            [Details("values and sources", [Table(coefficient_rows(), numbers_from=9)])],
+        )
+    )
     remarks = ("all: computed from the coefficients; bounds from below", f"routing: {source}")
     title = f"{costs.model.name} on {machine.nodes} x {machine.instance.name}"
     return Page(f"{title}, {machine.ranks} ranks", answer, sections, remarks)
@@ -56,12 +60,16 @@ def serving_rows(served: Sequence[ServingTimes]) -> list[tuple[str, ...]]:
         head,
         *(
             (
-                str(each), f"{each.ttft_ms:.1f}", f"{each.tpot_ms:.2f}",
-                f"{each.tokens_per_s:,.0f}", str(each.max_batch), format_bytes(each.weight_bytes),
+                str(each),
+                f"{each.ttft_ms:.1f}",
+                f"{each.tpot_ms:.2f}",
+                f"{each.tokens_per_s:,.0f}",
+                str(each.max_batch),
+                format_bytes(each.weight_bytes),
             )
             for each in served
         ),
-    ]  # fmt: skip
+    ]
 
 
 def layout_rows(costs: LayoutCosts, phase: str) -> list[tuple[str, ...]]:

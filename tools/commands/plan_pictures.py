@@ -85,9 +85,16 @@ def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
             # Lines may lie on each other: the first ones are drawn wider.
             width = len(routings) - number
             axes.plot(
-                degrees, times, style, marker="o", color=_COLOURS[routing], label=label,
-                linewidth=1.5 * width, markersize=3 + 2 * width, alpha=0.85,
-            )  # fmt: skip
+                degrees,
+                times,
+                style,
+                marker="o",
+                color=_COLOURS[routing],
+                label=label,
+                linewidth=1.5 * width,
+                markersize=3 + 2 * width,
+                alpha=0.85,
+            )
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     _finish(axes, costs, f"{phase}, {costs.tokens[phase]} tokens, better strategy")
     axes.set_ylabel("us a layer, busiest rank")
@@ -114,9 +121,16 @@ def _draw_bytes(axes: Axes, costs: LayoutCosts) -> None:
         colour, style = _WIRE_STYLES[name]
         width = len(FORMULAS) - number
         axes.plot(
-            degrees, values, style, marker="o", color=colour, label=name,
-            linewidth=1.2 * width, markersize=3 + 2 * width, alpha=0.85,
-        )  # fmt: skip
+            degrees,
+            values,
+            style,
+            marker="o",
+            color=colour,
+            label=name,
+            linewidth=1.2 * width,
+            markersize=3 + 2 * width,
+            alpha=0.85,
+        )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -29,9 +29,13 @@ _PACKAGES = {
 }
 # What a vision tower beside the text model is not told: it sees one image at a time.
 _TEXT_SETTINGS = (
-    "batch_size", "ctx_batch_size", "enable_bucketing", "context_encoding_buckets",
-    "token_generation_buckets", "sequence_parallel_enabled",
-)  # fmt: skip
+    "batch_size",
+    "ctx_batch_size",
+    "enable_bucketing",
+    "context_encoding_buckets",
+    "token_generation_buckets",
+    "sequence_parallel_enabled",
+)
 _COMPILER = "neuronx-cc"
 _CORES_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 _WORK_VARIABLE = "BASE_COMPILE_WORK_DIR"

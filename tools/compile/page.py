@@ -55,16 +55,22 @@ def _memory(memory: dict[str, Any]) -> Bar:
 
 def _steps(buckets: Sequence[dict[str, Any]]) -> Table:
     header = (
-        "step", "ms", "kernels, simulated", "rest, computed",
+        "step",
+        "ms",
+        "kernels, simulated",
+        "rest, computed",
         "millions of instructions, estimated",
-    )  # fmt: skip
+    )
     rows = [
         (
-            _name(bucket), f"{bucket['us'] / 1e3:.2f}", f"{bucket['us_simulated'] / 1e3:.2f}",
-            f"{bucket['us_computed'] / 1e3:.2f}", f"{bucket['instructions'] / 1e6:.2f}",
+            _name(bucket),
+            f"{bucket['us'] / 1e3:.2f}",
+            f"{bucket['us_simulated'] / 1e3:.2f}",
+            f"{bucket['us_computed'] / 1e3:.2f}",
+            f"{bucket['instructions'] / 1e6:.2f}",
         )
         for bucket in buckets
-    ]  # fmt: skip
+    ]
     return Table([header, *rows])
 
 
@@ -80,15 +86,25 @@ def _details(bucket: dict[str, Any]) -> Details:
         for each in bucket["kernels"]
     ]
     rows += [
-        (each["name"], each["layers"] or "-", str(each["count"]), f"{each['us']:.1f}",
-         f"{each['kind']}, {each['bound']}")
+        (
+            each["name"],
+            each["layers"] or "-",
+            str(each["count"]),
+            f"{each['us']:.1f}",
+            f"{each['kind']}, {each['bound']}",
+        )
         for each in bucket["parts"]
-    ]  # fmt: skip
+    ]
     rows += [
-        (f"{each['name']}, {each['part']}", each["layers"] or "-", str(each["count"]),
-         f"{each['us']:.1f}", f"{each['kind']}, {format_bytes(each['total_bytes'])}")
+        (
+            f"{each['name']}, {each['part']}",
+            each["layers"] or "-",
+            str(each["count"]),
+            f"{each['us']:.1f}",
+            f"{each['kind']}, {format_bytes(each['total_bytes'])}",
+        )
         for each in bucket["collectives"]
-    ]  # fmt: skip
+    ]
     header = ("what", "layers", "how often", "us each", "kind")
     why = [
         block for layers, text in bucket["why"].items() for block in (Text(layers), Listing(text))

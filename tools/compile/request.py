@@ -73,9 +73,11 @@ def find_request(model: str | None, config: str | None, changes: Sequence[str]) 
     _refuse_machine(machine)
     settings = {**_settings_of(twin, machine, raw_config, settings), **_read_changes(changes)}
     deployment = Deployment.read(
-        settings, model=label, machine=machine,
+        settings,
+        model=label,
+        machine=machine,
         config_json="" if folder is None else json.dumps(raw_config, sort_keys=True),
-    )  # fmt: skip
+    )
     return Request(deployment, raw_config, folder)
 
 

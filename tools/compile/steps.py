@@ -107,14 +107,25 @@ class BucketPlan:
             "instructions": self.instructions,
             "kernels": [
                 {
-                    "layers": each.layers, "count": each.count, "path": each.path,
-                    "kind": "simulated", **asdict(kernel),
+                    "layers": each.layers,
+                    "count": each.count,
+                    "path": each.path,
+                    "kind": "simulated",
+                    **asdict(kernel),
                 }
-                for each in self.experts for kernel in each.kernels
+                for each in self.experts
+                for kernel in each.kernels
             ],
             "parts": [
-                {"kind": "computed", "layers": part.kind, "name": part.name, "count": part.count,
-                 "us": part.us, "bound": part.bound, "instructions": part.instructions}
+                {
+                    "kind": "computed",
+                    "layers": part.kind,
+                    "name": part.name,
+                    "count": part.count,
+                    "us": part.us,
+                    "bound": part.bound,
+                    "instructions": part.instructions,
+                }
                 for part in (*self.dense.parts, *self.shared)
             ],
             "collectives": [
@@ -122,7 +133,7 @@ class BucketPlan:
                 for layers, count, each in self.dense.collectives
             ],
             "why": {each.layers: each.why for each in self.experts},
-        }  # fmt: skip
+        }
 
 
 def plan_buckets(
@@ -262,9 +273,15 @@ class _Simulations:
     def _key(self, plan: Plan, layer: MoE, own_tokens: int) -> str:
         weights, shared = plan.parts.weights, layer.shared_experts
         facts = (
-            repr(TRN2), plan.step, plan.path, plan.parts.tuning, plan.parts.spec,
-            layer.router.spec, tuple(weights.gate_up_proj_EHI.shape),
+            repr(TRN2),
+            plan.step,
+            plan.path,
+            plan.parts.tuning,
+            plan.parts.spec,
+            layer.router.spec,
+            tuple(weights.gate_up_proj_EHI.shape),
             getattr(weights.packed_down, "format", "bfloat16"),
-            None if shared is None else (shared.spec, shared.width), own_tokens,
-        )  # fmt: skip
+            None if shared is None else (shared.spec, shared.width),
+            own_tokens,
+        )
         return digest(self.sources, *map(repr, facts))

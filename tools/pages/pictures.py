@@ -13,10 +13,19 @@ from neuron_moe.tools.pages.page import Picture
 
 # The colours our pictures are drawn in, and the page's names for them.
 _COLOURS = {
-    "#000000": "--ink", "#111111": "--ink", "#333333": "--ink", "#ffffff": "--back",
-    "#cccccc": "--line", "#dddddd": "--line", "#b0b0b0": "--line",
-    "#2a6fb0": "--c0", "#c8501e": "--c1", "#6f4fb0": "--c2", "#3a8f3a": "--c3", "#9a9a9a": "--c4",
-}  # fmt: skip
+    "#000000": "--ink",
+    "#111111": "--ink",
+    "#333333": "--ink",
+    "#ffffff": "--back",
+    "#cccccc": "--line",
+    "#dddddd": "--line",
+    "#b0b0b0": "--line",
+    "#2a6fb0": "--c0",
+    "#c8501e": "--c1",
+    "#6f4fb0": "--c2",
+    "#3a8f3a": "--c3",
+    "#9a9a9a": "--c4",
+}
 _PIXELS_PER_INCH = 96
 
 

@@ -85,9 +85,10 @@ def _told_as_theirs(what: str) -> Iterator[None]:
         raise ValueError(f"{what} breaks a rule: {error}") from error
     except Exception as error:  # their code may raise anything
         own = [
-            frame for frame in traceback.extract_tb(error.__traceback__)
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename != __file__ and PACKAGE_DIR not in frame.filename
-        ]  # fmt: skip
+        ]
         place = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
         raise ValueError(f"{what} fails: {type(error).__name__}: {error}{place}") from error
 

@@ -35,11 +35,13 @@ def launch_rows(launches: Sequence[Launch]) -> list[list[str]]:
     rows = [["launch", "us", "share", "of the roofline, as issued"]]
     rows += [
         [
-            one.name, f"{one.run.total_us:,.2f}", f"{one.run.total_us / total:.0%}",
+            one.name,
+            f"{one.run.total_us:,.2f}",
+            f"{one.run.total_us / total:.0%}",
             f"{one.run.roofline_share:.0%}",
         ]
         for one in launches
-    ]  # fmt: skip
+    ]
     return [*rows, ["all, one after the other", f"{total:,.2f}", "", ""]]
 
 
@@ -85,12 +87,16 @@ def _section(launch: Launch) -> Section:
     rows = [["line", "source", "lane", "held up, us", "share", "busy, us", "count"]]
     rows += [
         [
-            " ".join([one.place, one.origin]), _short(one), one.lane, f"{one.path_ns / 1e3:,.2f}",
-            f"{one.path_ns / run.total_ns:.1%}", f"{one.busy_ns / 1e3:,.2f}",
+            " ".join([one.place, one.origin]),
+            _short(one),
+            one.lane,
+            f"{one.path_ns / 1e3:,.2f}",
+            f"{one.path_ns / run.total_ns:.1%}",
+            f"{one.busy_ns / 1e3:,.2f}",
             f"{one.instructions:,}",
         ]
         for one in run.line_times()[:_MOST_LINES]
-    ]  # fmt: skip
+    ]
     text = roofline_text(roofline_point(run))
     return Section(
         launch.name,

@@ -107,9 +107,12 @@ def roofline_figure(points: Mapping[str, Mapping[str, Any]], title: str) -> Figu
         roof = np.minimum(point["peak_tflops_per_s"], intensity * point["peak_hbm_gb_per_s"] / 1e3)
         axes.plot(intensity, roof, color=color, linewidth=1.2, alpha=0.6)
         axes.plot(
-            point["flops_per_byte"], point["tflops_per_s"], "o", color=color,
+            point["flops_per_byte"],
+            point["tflops_per_s"],
+            "o",
+            color=color,
             label=f"{name}: {point['share']:.0%} of its roof",
-        )  # fmt: skip
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("floating-point operations per byte of HBM")

@@ -86,10 +86,13 @@ def sensitivity(run: Timeline) -> list[dict[str, Any]]:
         if max(abs(halved - 1.0), abs(doubled - 1.0)) >= 0.001:
             found.append(
                 {
-                    "coefficient": name, "is": getattr(run.chip, name), "halved": halved,
-                    "doubled": doubled, "source": run.chip.provenance(name).kind,
+                    "coefficient": name,
+                    "is": getattr(run.chip, name),
+                    "halved": halved,
+                    "doubled": doubled,
+                    "source": run.chip.provenance(name).kind,
                 }
-            )  # fmt: skip
+            )
     return sorted(found, key=lambda one: -max(abs(one["halved"] - 1), abs(one["doubled"] - 1)))
 
 
@@ -98,9 +101,12 @@ def sensitivity_rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows = [["coefficient", "is", "time if halved", "if doubled", "source"]]
     rows += [
         [
-            one["coefficient"], f"{one['is']:g}", f"x{one['halved']:.2f}", f"x{one['doubled']:.2f}",
+            one["coefficient"],
+            f"{one['is']:g}",
+            f"x{one['halved']:.2f}",
+            f"x{one['doubled']:.2f}",
             one["source"],
         ]
         for one in found[:MOST]
-    ]  # fmt: skip
+    ]
     return rows

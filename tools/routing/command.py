@@ -107,11 +107,21 @@ def _write(found: Findings, folder: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("routing", __doc__)
     parser.add_argument("--model", default=TINY_NAME, help="checkpoint folder, or tiny_gpt_oss")
-    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE",
-                        help="text, or .jsonl with domain and text a line; default: the"
-                        " checkpoint's held-out texts")  # fmt: skip
-    parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE.npz",
-                        help="look at recorded traces instead of running a model")  # fmt: skip
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text, or .jsonl with domain and text a line; default: the"
+        " checkpoint's held-out texts",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        metavar="FILE.npz",
+        help="look at recorded traces instead of running a model",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write traces and load.png there")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens a domain")
     parser.add_argument("--longest", type=int, default=1024, help="most tokens a sequence")

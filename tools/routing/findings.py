@@ -211,8 +211,11 @@ class Findings:
         return [
             head,
             *(
-                [domain, *(f"{value:.2f}" for value in (b.before, b.packed, b.replicated)),
-                 f"{b.ranks_a_token:.1f}"]
+                [
+                    domain,
+                    *(f"{value:.2f}" for value in (b.before, b.packed, b.replicated)),
+                    f"{b.ranks_a_token:.1f}",
+                ]
                 for domain, b in self.balance.items()
             ),
-        ]  # fmt: skip
+        ]

@@ -202,8 +202,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2"
     )
     parser.add_argument("--buckets", type=int, nargs="+", default=list(_BUCKETS), metavar="T")
-    parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="T",
-                        help="decode steps whose mode is tuned, of up to 256 tokens")  # fmt: skip
+    parser.add_argument(
+        "--decode",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="T",
+        help="decode steps whose mode is tuned, of up to 256 tokens",
+    )
     parser.more.add_argument(
         "--block-sizes", type=int, nargs="+", default=[32, 64, 128], metavar="B"
     )

@@ -68,10 +68,13 @@ def _tried(bucket: dict[str, Any]) -> Details:
     head = ("block", "plan", "weights", "us", "vendor's corner", "in order", "estimate", "padding")
     rows = [
         (
-            *plan_cells(each), f"{each['us']:,.1f}", f"{each['vendor_us']:,.1f}",
-            f"{each['in_order_us']:,.1f}", f"{each['estimated_us']:,.1f}",
+            *plan_cells(each),
+            f"{each['us']:,.1f}",
+            f"{each['vendor_us']:,.1f}",
+            f"{each['in_order_us']:,.1f}",
+            f"{each['estimated_us']:,.1f}",
             f"{each['padding']:.0%}",
         )
         for each in bucket["tried"]
-    ]  # fmt: skip
+    ]
     return Details(f"{bucket['tokens']} tokens: {len(rows)} plans", [Table([head, *rows], 3)])

@@ -53,9 +53,15 @@ def _draw_bucket(above: Axes, below: Axes, bucket: dict[str, Any]) -> None:
     above.axhline(bucket["roofline_us"], color=ROOFLINE, linestyle="--", label="roofline")
     chosen = sizes.index(bucket["in_blocks"]["block_size"])
     above.plot(
-        chosen, bucket["in_blocks_us"], "o", color=CHOSEN, markersize=13, fillstyle="none",
-        markeredgewidth=2, label=f"chosen: {sizes[chosen]}",
-    )  # fmt: skip
+        chosen,
+        bucket["in_blocks_us"],
+        "o",
+        color=CHOSEN,
+        markersize=13,
+        fillstyle="none",
+        markeredgewidth=2,
+        label=f"chosen: {sizes[chosen]}",
+    )
     above.set_ylim(0, 1.3 * max(times))
     above.set_ylabel("us")
     above.legend(fontsize=8, loc="upper center", ncols=3, columnspacing=1.0, handlelength=1.5)

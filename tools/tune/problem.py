@@ -172,11 +172,20 @@ def one_of_each(points: Sequence[Point]) -> list[Point]:
     for point in points:
         loop = point.config.loop
         does = (
-            point.block_size, point.request.shard_plan, loop.is_sorted, loop.is_dynamic,
-            loop.by_parts, loop.in_parts, loop.out_parts, loop.h_parts, loop.weight_buffers,
-            loop.turns, loop.is_eager, tells_short(point.config),
+            point.block_size,
+            point.request.shard_plan,
+            loop.is_sorted,
+            loop.is_dynamic,
+            loop.by_parts,
+            loop.in_parts,
+            loop.out_parts,
+            loop.h_parts,
+            loop.weight_buffers,
+            loop.turns,
+            loop.is_eager,
+            tells_short(point.config),
             point.estimates_us,
-        )  # fmt: skip
+        )
         found.setdefault(does, point)
     return list(found.values())
 

@@ -43,13 +43,15 @@ def bucket_report(
         "roofline_us": problem.work().roofline_us(problem.parts[0].tuning.num_cores),
         "sure": [
             {
-                "turned": turned, "instead": problem.tuned(rival).to_dict(), "ratio": ratio,
+                "turned": turned,
+                "instead": problem.tuned(rival).to_dict(),
+                "ratio": ratio,
             }
             for rival, turned, ratio in sure.flips()
         ],
         "looked_at": len(sure.times_ns),
         "tried": [_tried(work, point) for point in by_time],
-    }  # fmt: skip
+    }
 
 
 def _us(work: PrefillWork, point: Point) -> float | None:
@@ -105,12 +107,15 @@ def choice_rows(buckets: Sequence[dict[str, Any]]) -> list[list[str]]:
         chosen = bucket["chosen"]
         rows.append(
             [
-                str(bucket["tokens"]), *plan_cells(chosen),
-                f"{bucket['chosen_us']:,.0f}", _text(bucket["untuned_us"]),
-                _text(bucket["default_512_us"]), f"{bucket['roofline_us']:,.0f}",
+                str(bucket["tokens"]),
+                *plan_cells(chosen),
+                f"{bucket['chosen_us']:,.0f}",
+                _text(bucket["untuned_us"]),
+                _text(bucket["default_512_us"]),
+                f"{bucket['roofline_us']:,.0f}",
                 f"{1.0 - bucket['roofline_us'] / bucket['chosen_us']:.0%}",
             ]
-        )  # fmt: skip
+        )
     return rows
 
 

@@ -3,15 +3,27 @@
 Axes: E experts. A matrix is [E, depth, width].
 """
 
-# fmt: off
 import triton.language as tl
 from triton import jit
 
 
 @jit
-def load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, expert_stride, depth_stride,
-               width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-               FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def load_lines(
+    matrix_ptr,
+    scale_ptr,
+    expert,
+    start,
+    column,
+    is_column,
+    expert_stride,
+    depth_stride,
+    width_stride,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Return BLOCK_DEPTH lines of an expert's matrix from `start` on, and, of MXFP4, those that lie
     in the high halves of their bytes.
 
@@ -36,18 +48,41 @@ def load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, expert_s
 
 
 @jit
-def decode_lines(matrix_ptr, scale_ptr, out_ptr, expert_stride, depth_stride, width_stride,
-                 DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-                 BLOCK_WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+def decode_lines(
+    matrix_ptr,
+    scale_ptr,
+    out_ptr,
+    expert_stride,
+    depth_stride,
+    width_stride,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
     """Store the matrices of codes: out [E, DEPTH, WIDTH]."""
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     expert, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_DEPTH
     line = start + tl.arange(0, BLOCK_DEPTH)
     column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     is_column = column < WIDTH
-    low, high = load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, expert_stride,
-                           depth_stride, width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT,
-                           out_ptr.dtype.element_ty)
+    low, high = load_lines(
+        matrix_ptr,
+        scale_ptr,
+        expert,
+        start,
+        column,
+        is_column,
+        expert_stride,
+        depth_stride,
+        width_stride,
+        DEPTH,
+        WIDTH,
+        BLOCK_DEPTH,
+        FORMAT,
+        out_ptr.dtype.element_ty,
+    )
     place = out_ptr + (expert * DEPTH + line)[:, None] * WIDTH + column[None, :]
     inside = (line < LINES)[:, None] & is_column[None, :]
     if FORMAT == "mxfp4":
@@ -78,7 +113,8 @@ def _decode_four(shift: int, bits: str, rest: str) -> tl.constexpr:
     return tl.constexpr(
         "{.reg .b32 low, high, sign, rest, zero; mov.b32 zero, 0x80008000;"
         f" mov.b32 rest, {rest}; prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424;"
-        + "".join(halves) + "}"
+        + "".join(halves)
+        + "}"
     )
 
 
@@ -92,8 +128,13 @@ def _decode_fp8(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Return the values of codes, without rounding; in bfloat16 of four codes at once."""
     if DTYPE == tl.bfloat16:
         values = tl.inline_asm_elementwise(
-            _E4M3 if FORMAT == "float8_e4m3" else _E5M2, "=&r,=&r,r", [codes], tl.bfloat16,
-            is_pure=True, pack=4)
+            _E4M3 if FORMAT == "float8_e4m3" else _E5M2,
+            "=&r,=&r,r",
+            [codes],
+            tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     elif FORMAT == "float8_e4m3":
         values = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
@@ -145,8 +186,13 @@ def _decode_mxfp4(codes, low_power, high_power, DTYPE: tl.constexpr):
             lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
             fma.rn.bf16x2 $3, size, $8, zero;
             }
-            """, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, low_scale, high_scale],
-            (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [codes, low_scale, high_scale],
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
     else:
         codes = codes.to(tl.uint16)
         low = (((codes << 12) & 0x8000) | ((codes << 9) & 0x0E00)).to(tl.float16, bitcast=True)

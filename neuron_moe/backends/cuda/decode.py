@@ -18,9 +18,13 @@ _COLUMNS = 256
 
 
 def forward(
-    hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor, weights: Matrices,
-    formula: ExpertFormula, tiles: tuple[DecodeTile, DecodeTile] | None = None,
-) -> Tensor:  # fmt: skip
+    hidden_TH: Tensor,
+    affinities_TK: Tensor,
+    index_TK: Tensor,
+    weights: Matrices,
+    formula: ExpertFormula,
+    tiles: tuple[DecodeTile, DecodeTile] | None = None,
+) -> Tensor:
     """Return the output [T, H].
 
     Args:
@@ -53,23 +57,47 @@ def forward(
     middle_PI = hidden_TH.new_empty((num_pairs, I))
     block = min(_COLUMNS, triton.next_power_of_2(I))
     decode_kernels.activate_pairs[(num_pairs, triton.cdiv(I, block))](
-        first_SPI, bias_EI, index_P, middle_PI, num_pairs, I=I, PARTS=first_SPI.shape[0],
-        HAS_BIAS=bias_EI is not None, **constants_of(formula), BLOCK=block, num_warps=2,
-    )  # fmt: skip
+        first_SPI,
+        bias_EI,
+        index_P,
+        middle_PI,
+        num_pairs,
+        I=I,
+        PARTS=first_SPI.shape[0],
+        HAS_BIAS=bias_EI is not None,
+        **constants_of(formula),
+        BLOCK=block,
+        num_warps=2,
+    )
     down_SPH = _project(middle_PI, index_P, weights.down_EIH, weights.down_scale, 1, two)
     output_TH = torch.empty_like(hidden_TH)
     block = min(_COLUMNS, triton.next_power_of_2(H))
     decode_kernels.combine_choices[(num_tokens, triton.cdiv(H, block))](
-        down_SPH, index_P, affinities_TK, bias_EH, output_TH, num_pairs, H=H, TOP_K=top_k,
-        PARTS=down_SPH.shape[0], HAS_BIAS=bias_EH is not None, BLOCK=block, num_warps=2,
-    )  # fmt: skip
+        down_SPH,
+        index_P,
+        affinities_TK,
+        bias_EH,
+        output_TH,
+        num_pairs,
+        H=H,
+        TOP_K=top_k,
+        PARTS=down_SPH.shape[0],
+        HAS_BIAS=bias_EH is not None,
+        BLOCK=block,
+        num_warps=2,
+    )
     return output_TH
 
 
 def _finish_token(
-    first_SKI: Tensor, index_K: Tensor, inputs: tuple[Tensor, Tensor], weights: Matrices,
-    formula: ExpertFormula, tile: DecodeTile, arrived: Tensor,
-) -> Tensor:  # fmt: skip
+    first_SKI: Tensor,
+    index_K: Tensor,
+    inputs: tuple[Tensor, Tensor],
+    weights: Matrices,
+    formula: ExpertFormula,
+    tile: DecodeTile,
+    arrived: Tensor,
+) -> Tensor:
     """Return the output of one token: nothing waits for a third and a fourth launch."""
     hidden_1H, affinities_1K = inputs
     values, form = form_of(weights.down_EIH)
@@ -78,14 +106,36 @@ def _finish_token(
     grid = top_k, triton.cdiv(H, tile.width), triton.cdiv(values.shape[1], tile.depth_part)
     output_1H = torch.empty_like(hidden_1H)
     decode_kernels.finish_token[grid](
-        first_SKI, bias_EI, index_K, values, weights.down_scale, bias_EH, affinities_1K,
-        first_SKI.new_empty((grid[2], top_k, H)), arrived, output_1H, top_k, *values.stride(),
-        I=first_width // num_projections(formula), H=H, FIRST_PARTS=parts, PARTS=grid[2],
-        HAS_FIRST_BIAS=bias_EI is not None, HAS_BIAS=bias_EH is not None, **constants_of(formula),
-        TOP_K=top_k, ROWS=tile.rows, DEPTH_PART=tile.depth_part, BLOCK_WIDTH=tile.width,
-        BLOCK_DEPTH=tile.depth, PRECISION=_precision(hidden_1H), FORMAT=form, num_warps=tile.warps,
-        num_stages=tile.stages, **_overlap(hidden_1H.device),
-    )  # fmt: skip
+        first_SKI,
+        bias_EI,
+        index_K,
+        values,
+        weights.down_scale,
+        bias_EH,
+        affinities_1K,
+        first_SKI.new_empty((grid[2], top_k, H)),
+        arrived,
+        output_1H,
+        top_k,
+        *values.stride(),
+        I=first_width // num_projections(formula),
+        H=H,
+        FIRST_PARTS=parts,
+        PARTS=grid[2],
+        HAS_FIRST_BIAS=bias_EI is not None,
+        HAS_BIAS=bias_EH is not None,
+        **constants_of(formula),
+        TOP_K=top_k,
+        ROWS=tile.rows,
+        DEPTH_PART=tile.depth_part,
+        BLOCK_WIDTH=tile.width,
+        BLOCK_DEPTH=tile.depth,
+        PRECISION=_precision(hidden_1H),
+        FORMAT=form,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **_overlap(hidden_1H.device),
+    )
     return output_1H
 
 
@@ -105,9 +155,14 @@ def _tile(experts: int, matrix: Tensor, num_tokens: int) -> DecodeTile:
 
 
 def _project(
-    rows: Tensor, index_P: Tensor, matrix: Tensor, scale: Tensor | None, pairs_of_row: int,
-    tile: DecodeTile, arrived: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    rows: Tensor,
+    index_P: Tensor,
+    matrix: Tensor,
+    scale: Tensor | None,
+    pairs_of_row: int,
+    tile: DecodeTile,
+    arrived: Tensor | None = None,
+) -> Tensor:
     """Return the products of pairs and their experts' matrices, [S, P, width] float32.
 
     Args:
@@ -124,14 +179,29 @@ def _project(
     num_pairs, parts = index_P.shape[0], triton.cdiv(lines, tile.depth_part)
     out_SPI = torch.empty((parts, num_pairs, width), dtype=torch.float32, device=rows.device)
     decode_kernels.project_pairs[(num_pairs, triton.cdiv(width, tile.width), parts)](
-        rows, index_P, values, scale, out_SPI, arrived, num_pairs, *values.stride(),
+        rows,
+        index_P,
+        values,
+        scale,
+        out_SPI,
+        arrived,
+        num_pairs,
+        *values.stride(),
         DEPTH=rows.shape[1],
-        WIDTH=width, TOP_K=pairs_of_row, DEPTH_PART=tile.depth_part, ROWS=tile.rows,
-        PAIRS=triton.next_power_of_2(num_pairs), BLOCK_WIDTH=tile.width, BLOCK_DEPTH=tile.depth,
-        PRECISION=_precision(rows), COUNTERS=0 if arrived is None else arrived.shape[0],
-        num_warps=tile.warps, num_stages=tile.stages, FORMAT=form,
+        WIDTH=width,
+        TOP_K=pairs_of_row,
+        DEPTH_PART=tile.depth_part,
+        ROWS=tile.rows,
+        PAIRS=triton.next_power_of_2(num_pairs),
+        BLOCK_WIDTH=tile.width,
+        BLOCK_DEPTH=tile.depth,
+        PRECISION=_precision(rows),
+        COUNTERS=0 if arrived is None else arrived.shape[0],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        FORMAT=form,
         OVERLAPS=arrived is not None and _overlap(rows.device)["OVERLAPS"],
-    )  # fmt: skip
+    )
     return out_SPI
 
 

@@ -13,7 +13,6 @@ Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H h
 I intermediate.
 """
 
-# fmt: off
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -37,12 +36,30 @@ def _pairs_of_tile(index_ptr, leader, num_pairs, ROWS: tl.constexpr, PAIRS: tl.c
 
 
 @jit
-def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, arrived_ptr, num_pairs,
-                  expert_stride, depth_stride, width_stride, DEPTH: tl.constexpr,
-                  WIDTH: tl.constexpr, TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr,
-                  ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-                  BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
-                  COUNTERS: tl.constexpr, OVERLAPS: tl.constexpr):
+def project_pairs(
+    source_ptr,
+    index_ptr,
+    matrix_ptr,
+    scale_ptr,
+    parts_ptr,
+    arrived_ptr,
+    num_pairs,
+    expert_stride,
+    depth_stride,
+    width_stride,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    DEPTH_PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH].
 
     COUNTERS of `finish_token` are set to zero: then pairs are of one token, each by itself.
@@ -68,9 +85,26 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, arriv
         sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
         end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
-            sums = _add_product(sums, source_ptr, row_place, is_row, matrix_ptr, scale_ptr, number,
-                                start, column, is_column, expert_stride, depth_stride,
-                                width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
+            sums = _add_product(
+                sums,
+                source_ptr,
+                row_place,
+                is_row,
+                matrix_ptr,
+                scale_ptr,
+                number,
+                start,
+                column,
+                is_column,
+                expert_stride,
+                depth_stride,
+                width_stride,
+                DEPTH,
+                WIDTH,
+                BLOCK_DEPTH,
+                FORMAT,
+                PRECISION,
+            )
         if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
             scale = tl.load(scale_ptr + number * WIDTH + column, mask=is_column, other=0.0)
             sums *= scale[None, :]
@@ -79,11 +113,26 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, arriv
 
 
 @jit
-def _activated(parts_ptr, bias_ptr, pair, num_pairs, expert, column, I: tl.constexpr,
-               PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, SCALE: tl.constexpr,
-               HAS_GATE: tl.constexpr, GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr,
-               GATE_HIGH: tl.constexpr, UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr,
-               UP_OFFSET: tl.constexpr):
+def _activated(
+    parts_ptr,
+    bias_ptr,
+    pair,
+    num_pairs,
+    expert,
+    column,
+    I: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATES_ITSELF: tl.constexpr,
+    GATE_LOW: tl.constexpr,
+    GATE_HIGH: tl.constexpr,
+    UP_LOW: tl.constexpr,
+    UP_HIGH: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
     """Return the activation of some columns of a pair's first product, the sum of its PARTS."""
     WIDTH: tl.constexpr = 2 * I if HAS_GATE else I
     inside = column < tl.where(expert >= 0, I, 0)
@@ -99,30 +148,84 @@ def _activated(parts_ptr, bias_ptr, pair, num_pairs, expert, column, I: tl.const
         up += tl.load(bias_ptr + place + (WIDTH - I), mask=inside, other=0.0).to(tl.float32)
         if HAS_GATE:
             gate += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    value, _, _ = _expert_act(gate, up, ACT, SCALE, HAS_GATE, GATES_ITSELF, GATE_LOW, GATE_HIGH,
-                              UP_LOW, UP_HIGH, UP_OFFSET)
+    value, _, _ = _expert_act(
+        gate,
+        up,
+        ACT,
+        SCALE,
+        HAS_GATE,
+        GATES_ITSELF,
+        GATE_LOW,
+        GATE_HIGH,
+        UP_LOW,
+        UP_HIGH,
+        UP_OFFSET,
+    )
     return value
 
 
 @jit
-def activate_pairs(parts_ptr, bias_ptr, index_ptr, out_ptr, num_pairs, I: tl.constexpr,
-                   PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
-                   SCALE: tl.constexpr, HAS_GATE: tl.constexpr, GATES_ITSELF: tl.constexpr,
-                   GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr, UP_LOW: tl.constexpr,
-                   UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def activate_pairs(
+    parts_ptr,
+    bias_ptr,
+    index_ptr,
+    out_ptr,
+    num_pairs,
+    I: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATES_ITSELF: tl.constexpr,
+    GATE_LOW: tl.constexpr,
+    GATE_HIGH: tl.constexpr,
+    UP_LOW: tl.constexpr,
+    UP_HIGH: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the PARTS of a pair's first product, and store its activation: out [P, I]."""
     pair = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = _activated(parts_ptr, bias_ptr, pair, num_pairs, tl.load(index_ptr + pair), column, I,
-                       PARTS, HAS_BIAS, ACT, SCALE, HAS_GATE, GATES_ITSELF, GATE_LOW, GATE_HIGH,
-                       UP_LOW, UP_HIGH, UP_OFFSET)
+    value = _activated(
+        parts_ptr,
+        bias_ptr,
+        pair,
+        num_pairs,
+        tl.load(index_ptr + pair),
+        column,
+        I,
+        PARTS,
+        HAS_BIAS,
+        ACT,
+        SCALE,
+        HAS_GATE,
+        GATES_ITSELF,
+        GATE_LOW,
+        GATE_HIGH,
+        UP_LOW,
+        UP_HIGH,
+        UP_OFFSET,
+    )
     value = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * I + column, value, mask=column < I)
 
 
 @jit
-def _combined(parts_ptr, index_ptr, weight_ptr, bias_ptr, token, num_pairs, column,
-              H: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _combined(
+    parts_ptr,
+    index_ptr,
+    weight_ptr,
+    bias_ptr,
+    token,
+    num_pairs,
+    column,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """Return some columns of a token's choices, weighed and added, each the sum of PARTS."""
     sums = tl.zeros(column.shape, tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -143,29 +246,79 @@ def _combined(parts_ptr, index_ptr, weight_ptr, bias_ptr, token, num_pairs, colu
 
 
 @jit
-def combine_choices(parts_ptr, index_ptr, weight_ptr, bias_ptr, out_ptr, num_pairs, H: tl.constexpr,
-                    TOP_K: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-                    BLOCK: tl.constexpr):
+def combine_choices(
+    parts_ptr,
+    index_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_pairs,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Weigh and add a token's choices, each the sum of PARTS, in the order of both."""
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sums = _combined(parts_ptr, index_ptr, weight_ptr, bias_ptr, token, num_pairs, column, H, TOP_K,
-                     PARTS, HAS_BIAS)
+    sums = _combined(
+        parts_ptr,
+        index_ptr,
+        weight_ptr,
+        bias_ptr,
+        token,
+        num_pairs,
+        column,
+        H,
+        TOP_K,
+        PARTS,
+        HAS_BIAS,
+    )
     sums = sums.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token.to(tl.int64) * H + column, sums, mask=column < H)
 
 
 @jit
-def finish_token(first_ptr, first_bias_ptr, index_ptr, matrix_ptr, scale_ptr, bias_ptr, weight_ptr,
-                 down_ptr, arrived_ptr, out_ptr, num_pairs, expert_stride, depth_stride,
-                 width_stride, I: tl.constexpr, H: tl.constexpr, FIRST_PARTS: tl.constexpr,
-                 PARTS: tl.constexpr, HAS_FIRST_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-                 ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.constexpr,
-                 GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr,
-                 UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr,
-                 TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr, ROWS: tl.constexpr,
-                 BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-                 FORMAT: tl.constexpr, OVERLAPS: tl.constexpr):
+def finish_token(
+    first_ptr,
+    first_bias_ptr,
+    index_ptr,
+    matrix_ptr,
+    scale_ptr,
+    bias_ptr,
+    weight_ptr,
+    down_ptr,
+    arrived_ptr,
+    out_ptr,
+    num_pairs,
+    expert_stride,
+    depth_stride,
+    width_stride,
+    I: tl.constexpr,
+    H: tl.constexpr,
+    FIRST_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_FIRST_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATES_ITSELF: tl.constexpr,
+    GATE_LOW: tl.constexpr,
+    GATE_HIGH: tl.constexpr,
+    UP_LOW: tl.constexpr,
+    UP_HIGH: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    TOP_K: tl.constexpr,
+    DEPTH_PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """Activate the choices of one token, multiply them with experts' matrices, and combine them.
 
     Each program stores a part of the second product, down [PARTS, TOP_K, H], and counts itself; the
@@ -183,15 +336,44 @@ def finish_token(first_ptr, first_bias_ptr, index_ptr, matrix_ptr, scale_ptr, bi
         sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
         end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
-            matrix, others = load_lines(matrix_ptr, scale_ptr, number, start, column, column < H,
-                                        expert_stride, depth_stride, width_stride, I, H,
-                                        BLOCK_DEPTH, FORMAT, out_ptr.dtype.element_ty)
+            matrix, others = load_lines(
+                matrix_ptr,
+                scale_ptr,
+                number,
+                start,
+                column,
+                column < H,
+                expert_stride,
+                depth_stride,
+                width_stride,
+                I,
+                H,
+                BLOCK_DEPTH,
+                FORMAT,
+                out_ptr.dtype.element_ty,
+            )
             line = start + tl.arange(0, BLOCK_DEPTH)
             for half in tl.static_range(2 if FORMAT == "mxfp4" else 1):
-                middle = _activated(first_ptr, first_bias_ptr, pair, num_pairs, expert,
-                                    line + half * LINES, I, FIRST_PARTS, HAS_FIRST_BIAS, ACT, SCALE,
-                                    HAS_GATE, GATES_ITSELF, GATE_LOW, GATE_HIGH, UP_LOW, UP_HIGH,
-                                    UP_OFFSET)
+                middle = _activated(
+                    first_ptr,
+                    first_bias_ptr,
+                    pair,
+                    num_pairs,
+                    expert,
+                    line + half * LINES,
+                    I,
+                    FIRST_PARTS,
+                    HAS_FIRST_BIAS,
+                    ACT,
+                    SCALE,
+                    HAS_GATE,
+                    GATES_ITSELF,
+                    GATE_LOW,
+                    GATE_HIGH,
+                    UP_LOW,
+                    UP_HIGH,
+                    UP_OFFSET,
+                )
                 middle = tl.where(is_row & (line < LINES)[None, :], middle[None, :], 0.0)
                 middle = middle.to(out_ptr.dtype.element_ty)
                 sums = tl.dot(middle, others if half else matrix, sums, input_precision=PRECISION)
@@ -203,6 +385,17 @@ def finish_token(first_ptr, first_bias_ptr, index_ptr, matrix_ptr, scale_ptr, bi
         tl.store(down_ptr + place, sums, mask=is_row & (column < H)[None, :])
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + tl.program_id(1), 1) == TOP_K * PARTS - 1:
-        sums = _combined(down_ptr, index_ptr, weight_ptr, bias_ptr, 0, num_pairs, column, H, TOP_K,
-                         PARTS, HAS_BIAS)
+        sums = _combined(
+            down_ptr,
+            index_ptr,
+            weight_ptr,
+            bias_ptr,
+            0,
+            num_pairs,
+            column,
+            H,
+            TOP_K,
+            PARTS,
+            HAS_BIAS,
+        )
         tl.store(out_ptr + column, sums.to(out_ptr.dtype.element_ty), mask=column < H)

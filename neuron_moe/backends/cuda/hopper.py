@@ -12,7 +12,6 @@ Rows of padding are computed and stored: they are rows of the expert's last tile
 multiples of 64; widths may end inside a tile, where TMA reads zeros and stores nothing.
 """
 
-# fmt: off
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,8 +38,9 @@ _meet = gl.barrier if HAS_NEW_NAMES.value else gl.thread_barrier
 
 
 @jit
-def _locate(number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr,
-            P: gl.constexpr):
+def _locate(
+    number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P: gl.constexpr
+):
     """Return a tile's row and column, expert, the first row it sums over, and its steps.
 
     Row tiles of an expert follow each other, in groups as equal as can be, so that its matrices are
@@ -81,8 +81,20 @@ def _count_tiles(num_tiles_ptr, first_tile, P: gl.constexpr):
 
 
 @jit
-def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, tile, column, expert,
-                first_row, depth, P: gl.constexpr):
+def _load_stage(
+    left_desc,
+    right_desc,
+    left_ring,
+    right_ring,
+    filled,
+    stage,
+    tile,
+    column,
+    expert,
+    first_row,
+    depth,
+    P: gl.constexpr,
+):
     """Ask for the operands of a step that TMA loads."""
     bar = filled.index(stage)
     mbarrier.expect(bar, P.loaded_bytes)
@@ -115,15 +127,29 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
 
 
 @jit
-def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled, emptied,
-             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-             P: gl.constexpr):
+def _produce(
+    left_desc,
+    right_desc,
+    rows_ptr,
+    pair_ptr,
+    left_ring,
+    right_ring,
+    filled,
+    emptied,
+    tile_expert_ptr,
+    num_tiles_ptr,
+    first_tile_ptr,
+    total_ptr,
+    first_tile,
+    P: gl.constexpr,
+):
     """Fill stage after stage. Gathered rows arrive by themselves: nothing waits for them here."""
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, first_row, steps = _locate(
-            number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
+            number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P
+        )
         if P.gathers != "none":
             lanes: gl.constexpr = [256 // P.gathered_columns, P.gathered_columns // 8]
             layout: gl.constexpr = gl.BlockedLayout([1, 8], lanes, [gl.num_warps(), 1], [1, 0])
@@ -142,8 +168,20 @@ def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, f
             stage = step % P.tile.stages
             depth = depth_step * BLOCK_DEPTH
             mbarrier.wait(emptied.index(stage), (step // P.tile.stages & 1) ^ 1)
-            _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, tile, column,
-                        expert, first_row, depth, P)
+            _load_stage(
+                left_desc,
+                right_desc,
+                left_ring,
+                right_ring,
+                filled,
+                stage,
+                tile,
+                column,
+                expert,
+                first_row,
+                depth,
+                P,
+            )
             if P.gathers != "none":
                 token = (gl.maximum(pair, 0) // P.top_k).to(gl.int64)
                 source = rows_ptr + token[:, None] * P.line + wide[None, :]
@@ -208,14 +246,35 @@ def _activate(gate, up, P: gl.constexpr):
     UP_LOW: gl.constexpr = P.UP_LOW
     UP_HIGH: gl.constexpr = P.UP_HIGH
     UP_OFFSET: gl.constexpr = P.UP_OFFSET
-    value, _, _ = _expert_act(gate, up, ACT, SCALE, HAS_GATE, GATES_ITSELF, GATE_LOW, GATE_HIGH,
-                              UP_LOW, UP_HIGH, UP_OFFSET)
+    value, _, _ = _expert_act(
+        gate,
+        up,
+        ACT,
+        SCALE,
+        HAS_GATE,
+        GATES_ITSELF,
+        GATE_LOW,
+        GATE_HIGH,
+        UP_LOW,
+        UP_HIGH,
+        UP_OFFSET,
+    )
     return value
 
 
 @jit
-def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles,
-            PART: gl.constexpr, P: gl.constexpr):
+def _finish(
+    out_desc,
+    kept_desc,
+    staging,
+    sums,
+    tile,
+    column,
+    expert,
+    kept_tiles,
+    PART: gl.constexpr,
+    P: gl.constexpr,
+):
     """Activate and store a tile's sums."""
     one, two = _halve(sums)
     row = tile * BLOCK_ROWS + PART * PART_ROWS
@@ -244,8 +303,20 @@ def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles
 
 
 @jit
-def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile, column, step, steps,
-                    layout: gl.constexpr, PART: gl.constexpr, P: gl.constexpr):
+def _multiply_steps(
+    copy_desc,
+    left_ring,
+    right_ring,
+    filled,
+    emptied,
+    tile,
+    column,
+    step,
+    steps,
+    layout: gl.constexpr,
+    PART: gl.constexpr,
+    P: gl.constexpr,
+):
     """Return the sums of a tile, and the number of the step after it."""
     BLOCK_WIDTH: gl.constexpr = P.tile.width
     COPIES: gl.constexpr = P.copies and PART == 0
@@ -284,19 +355,49 @@ def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile, col
 
 
 @jit
-def _consume(out_desc, kept_desc, copy_desc, bias_ptr, left_ring, right_ring, staging, filled,
-             emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-             kept_tiles, PART: gl.constexpr, P: gl.constexpr):
+def _consume(
+    out_desc,
+    kept_desc,
+    copy_desc,
+    bias_ptr,
+    left_ring,
+    right_ring,
+    staging,
+    filled,
+    emptied,
+    tile_expert_ptr,
+    num_tiles_ptr,
+    first_tile_ptr,
+    total_ptr,
+    first_tile,
+    kept_tiles,
+    PART: gl.constexpr,
+    P: gl.constexpr,
+):
     """Multiply the PART-th rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, P.tile.width, 16])
+        [3, 0], [gl.num_warps(), 1], [16, P.tile.width, 16]
+    )
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, _, steps = _locate(
-            number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
-        sums, step = _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile,
-                                     column, step, steps, layout, PART, P)
+            number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P
+        )
+        sums, step = _multiply_steps(
+            copy_desc,
+            left_ring,
+            right_ring,
+            filled,
+            emptied,
+            tile,
+            column,
+            step,
+            steps,
+            layout,
+            PART,
+            P,
+        )
         if P.has_bias:
             within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
             narrow = column * P.span + within % P.span
@@ -309,9 +410,24 @@ def _consume(out_desc, kept_desc, copy_desc, bias_ptr, left_ring, right_ring, st
 
 
 @jit(do_not_specialize=["first_tile", "kept_tiles"])
-def multiply(left_desc, right_desc, out_desc, kept_desc, copy_desc, rows_ptr, pair_ptr, bias_ptr,
-             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-             kept_tiles, P: gl.constexpr, num_warps: gl.constexpr):
+def multiply(
+    left_desc,
+    right_desc,
+    out_desc,
+    kept_desc,
+    copy_desc,
+    rows_ptr,
+    pair_ptr,
+    bias_ptr,
+    tile_expert_ptr,
+    num_tiles_ptr,
+    first_tile_ptr,
+    total_ptr,
+    first_tile,
+    kept_tiles,
+    P: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Compute the product that P describes, a `products.Product`.
 
     Rows of `out` count from first_tile; kept_tiles of them keep the product before activation.
@@ -337,14 +453,72 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, copy_desc, rows_ptr, pa
     for stage in gl.static_range(STAGES):
         mbarrier.init(filled.index(stage), P.arrivals)
         mbarrier.init(emptied.index(stage), 2)
-    gl.warp_specialize([
-        (_consume, (out_desc, kept_desc, copy_desc, bias_ptr, left_ring, whole_ring, staging,
-                    filled, emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
-                    first_tile, kept_tiles, 0, P)),
-        (_consume, (out_desc, kept_desc, copy_desc, bias_ptr, left_ring, whole_ring, staging,
-                    filled, emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
-                    first_tile, kept_tiles, 1, P)),
-        (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
-                    emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
-                    first_tile, P)),
-    ], [4, P.producer_warps], [P.consumer_registers, P.producer_registers])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    out_desc,
+                    kept_desc,
+                    copy_desc,
+                    bias_ptr,
+                    left_ring,
+                    whole_ring,
+                    staging,
+                    filled,
+                    emptied,
+                    tile_expert_ptr,
+                    num_tiles_ptr,
+                    first_tile_ptr,
+                    total_ptr,
+                    first_tile,
+                    kept_tiles,
+                    0,
+                    P,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    out_desc,
+                    kept_desc,
+                    copy_desc,
+                    bias_ptr,
+                    left_ring,
+                    whole_ring,
+                    staging,
+                    filled,
+                    emptied,
+                    tile_expert_ptr,
+                    num_tiles_ptr,
+                    first_tile_ptr,
+                    total_ptr,
+                    first_tile,
+                    kept_tiles,
+                    1,
+                    P,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    left_desc,
+                    right_desc,
+                    rows_ptr,
+                    pair_ptr,
+                    left_ring,
+                    right_ring,
+                    filled,
+                    emptied,
+                    tile_expert_ptr,
+                    num_tiles_ptr,
+                    first_tile_ptr,
+                    total_ptr,
+                    first_tile,
+                    P,
+                ),
+            ),
+        ],
+        [4, P.producer_warps],
+        [P.consumer_registers, P.producer_registers],
+    )

@@ -45,21 +45,38 @@ def takes(dtype: torch.dtype, *sizes: int) -> bool:
 
 
 def project(
-    rows: SortedRows, source: Tensor, matrix: Tensor, results: Results, *, tile: HopperTile,
-    gathers: bool, first_tile: int, bias: Tensor | None, formula: ExpertFormula | None,
-) -> None:  # fmt: skip
+    rows: SortedRows,
+    source: Tensor,
+    matrix: Tensor,
+    results: Results,
+    *,
+    tile: HopperTile,
+    gathers: bool,
+    first_tile: int,
+    bias: Tensor | None,
+    formula: ExpertFormula | None,
+) -> None:
     """Multiply rows with their experts' matrices; see `hopper.multiply`."""
     out, kept, copied = results
     num_experts, depth, width = matrix.shape
     is_turned = matrix.stride(2) != 1
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     product = Product(
-        tile, num_experts, 0, depth, width, rows.top_k, _programs(source.device),
+        tile,
+        num_experts,
+        0,
+        depth,
+        width,
+        rows.top_k,
+        _programs(source.device),
         **constants_of(formula or ExpertFormula()),
-        gathers="left" if gathers else "none", right_is_turned=is_turned,
-        has_bias=bias is not None, activates=formula is not None, keeps=keeps > 0,
+        gathers="left" if gathers else "none",
+        right_is_turned=is_turned,
+        has_bias=bias is not None,
+        activates=formula is not None,
+        keeps=keeps > 0,
         copies=copied is not None,
-    )  # fmt: skip
+    )
     whole = matrix.transpose(1, 2).reshape(-1, depth) if is_turned else matrix.reshape(-1, width)
     kept_desc = out_desc = _describe(out, product.stored_block)
     if kept is not None and keeps:
@@ -70,23 +87,38 @@ def project(
             else _describe(kept, product.stored_block)
         )
     described = (
-        _describe(source, product.left_block), _describe(whole, product.right_block), out_desc,
-        kept_desc, _describe(source if copied is None else copied, product.left_block),
-    )  # fmt: skip
+        _describe(source, product.left_block),
+        _describe(whole, product.right_block),
+        out_desc,
+        kept_desc,
+        _describe(source if copied is None else copied, product.left_block),
+    )
     _multiply(rows, product, described, source, bias, first_tile, keeps)
 
 
 def turned(
-    rows: SortedRows, left: Tensor, right: Tensor, out: Tensor, *, tile: HopperTile,
+    rows: SortedRows,
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    *,
+    tile: HopperTile,
     gathers: tuple[bool, bool],
-) -> None:  # fmt: skip
+) -> None:
     """Multiply each expert's rows of `left`, turned, with its rows of `right`: out [E, ., .]."""
     num_experts, height, width = out.shape
     product = Product(
-        tile, num_experts, height, 0, width, rows.top_k, _programs(left.device),
+        tile,
+        num_experts,
+        height,
+        0,
+        width,
+        rows.top_k,
+        _programs(left.device),
         **constants_of(ExpertFormula()),
-        gathers="left" if gathers[0] else "right" if gathers[1] else "none", sums_rows=True,
-    )  # fmt: skip
+        gathers="left" if gathers[0] else "right" if gathers[1] else "none",
+        sums_rows=True,
+    )
     out_desc = _describe(out, [1, *product.stored_block])
     operands = (_describe(left, product.left_block), _describe(right, product.right_block))
     gathered = right if gathers[1] else left
@@ -94,16 +126,30 @@ def turned(
 
 
 def _multiply(
-    rows: SortedRows, product: Product, described: tuple[Any, ...], gathered: Tensor,
-    bias: Tensor | None, first_tile: int, kept_tiles: int,
-) -> None:  # fmt: skip
+    rows: SortedRows,
+    product: Product,
+    described: tuple[Any, ...],
+    gathered: Tensor,
+    bias: Tensor | None,
+    first_tile: int,
+    kept_tiles: int,
+) -> None:
     from neuron_moe.backends.cuda import hopper
 
     hopper.multiply[(product.programs,)](
-        *described, gathered, rows.pair_R, bias, rows.tile_expert, rows.num_tiles,
-        rows.first_tile_E, rows.total_E, first_tile, kept_tiles, P=product,
+        *described,
+        gathered,
+        rows.pair_R,
+        bias,
+        rows.tile_expert,
+        rows.num_tiles,
+        rows.first_tile_E,
+        rows.total_E,
+        first_tile,
+        kept_tiles,
+        P=product,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 @cache

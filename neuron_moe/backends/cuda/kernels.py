@@ -11,7 +11,6 @@ Axes: T tokens, K choices, P = T * K pairs, E experts, R rows, H hidden, I inter
 is [R, depth] @ [E, depth, width].
 """
 
-# fmt: off
 import os
 
 import triton.language as tl
@@ -24,8 +23,18 @@ MOST_NEGATIVE = tl.constexpr(-3e38)  # less is no limit
 
 
 @jit
-def rank_pairs(index_ptr, rank_ptr, counts_ptr, pair_ptr, num_pairs, num_experts, num_rows,
-               CHUNK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
+def rank_pairs(
+    index_ptr,
+    rank_ptr,
+    counts_ptr,
+    pair_ptr,
+    num_pairs,
+    num_experts,
+    num_rows,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Number the pairs of each expert within a chunk, and count them: rank [P], counts [C, E].
 
     Rows are given no pair, ROWS by each program.
@@ -56,10 +65,24 @@ def sum_chunks(counts_ptr, offset_ptr, total_ptr, num_chunks, num_experts, CHUNK
 
 
 @jit
-def place_pairs(index_ptr, rank_ptr, offset_ptr, total_ptr, pair_ptr, slot_ptr, tile_expert_ptr,
-                first_tile_ptr, num_tiles_ptr, num_pairs, num_experts, most_tiles,
-                CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                TILES: tl.constexpr):
+def place_pairs(
+    index_ptr,
+    rank_ptr,
+    offset_ptr,
+    total_ptr,
+    pair_ptr,
+    slot_ptr,
+    tile_expert_ptr,
+    first_tile_ptr,
+    num_tiles_ptr,
+    num_pairs,
+    num_experts,
+    most_tiles,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """Give each pair its row, and each row tile its expert."""
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -114,7 +137,13 @@ def _sigmoid(z):
         add.f32 t, t, 0f3F800000;
         rcp.approx.ftz.f32 $0, t;
         }
-        """, "=f,f", [z], tl.float32, is_pure=True, pack=1)
+        """,
+        "=f,f",
+        [z],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @jit
@@ -161,9 +190,19 @@ def _clamp(value, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @jit
-def _expert_act(gate, up, ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.constexpr,
-                GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr,
-                UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr):
+def _expert_act(
+    gate,
+    up,
+    ACT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATES_ITSELF: tl.constexpr,
+    GATE_LOW: tl.constexpr,
+    GATE_HIGH: tl.constexpr,
+    UP_LOW: tl.constexpr,
+    UP_HIGH: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
     """Return what the down projection takes, and its derivatives by gate and up."""
     up, up_inside = _clamp(up, UP_LOW, UP_HIGH)
     if not HAS_GATE:
@@ -180,10 +219,26 @@ def _expert_act(gate, up, ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.c
 
 
 @jit
-def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, expert, start, column,
-                 is_column, expert_stride, depth_stride, width_stride, DEPTH: tl.constexpr,
-                 WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, FORMAT: tl.constexpr,
-                 PRECISION: tl.constexpr):
+def _add_product(
+    sums,
+    rows_ptr,
+    row_place,
+    is_row,
+    matrix_ptr,
+    scale_ptr,
+    expert,
+    start,
+    column,
+    is_column,
+    expert_stride,
+    depth_stride,
+    width_stride,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Add the product of rows with BLOCK_DEPTH lines of an expert's matrix from `start` on.
 
     fp8 codes are not scaled here: their columns are, after the sum.
@@ -195,9 +250,22 @@ def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, exper
     rows = tl.load(row_place, mask=is_row, other=0.0)
     if FORMAT == "mxfp4":
         other_rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
-    matrix, others = load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column,
-                                expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
-                                BLOCK_DEPTH, FORMAT, rows_ptr.dtype.element_ty)
+    matrix, others = load_lines(
+        matrix_ptr,
+        scale_ptr,
+        expert,
+        start,
+        column,
+        is_column,
+        expert_stride,
+        depth_stride,
+        width_stride,
+        DEPTH,
+        WIDTH,
+        BLOCK_DEPTH,
+        FORMAT,
+        rows_ptr.dtype.element_ty,
+    )
     sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
     if FORMAT == "mxfp4":
         sums = tl.dot(other_rows, others, sums, input_precision=PRECISION)
@@ -205,16 +273,45 @@ def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, exper
 
 
 @jit
-def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_ptr, tile_expert_ptr,
-            num_tiles_ptr, first_tile, kept_tiles, expert_stride, depth_stride, width_stride,
-            DEPTH: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, GATHERS: tl.constexpr,
-            HAS_BIAS: tl.constexpr, ACTIVATES: tl.constexpr, KEEPS: tl.constexpr,
-            ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.constexpr,
-            GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr,
-            UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr,
-            BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-            GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
-            FORMAT: tl.constexpr):
+def project(
+    rows_ptr,
+    pair_ptr,
+    matrix_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    kept_ptr,
+    tile_expert_ptr,
+    num_tiles_ptr,
+    first_tile,
+    kept_tiles,
+    expert_stride,
+    depth_stride,
+    width_stride,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHERS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+    KEEPS: tl.constexpr,
+    ACT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATES_ITSELF: tl.constexpr,
+    GATE_LOW: tl.constexpr,
+    GATE_HIGH: tl.constexpr,
+    UP_LOW: tl.constexpr,
+    UP_HIGH: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
     """Multiply row tiles with their experts' matrices, of some format, from first_tile on.
 
     GATHERS reads the tokens of the rows. ACTIVATES stores the activation of a product whose columns
@@ -244,9 +341,26 @@ def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_p
         is_column = narrow < COLUMNS
         sums = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
         for start in range(0, LINES, BLOCK_DEPTH):
-            sums = _add_product(sums, rows_ptr, source * DEPTH, is_row, matrix_ptr, scale_ptr,
-                                expert, start, wide, is_column, expert_stride, depth_stride,
-                                width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
+            sums = _add_product(
+                sums,
+                rows_ptr,
+                source * DEPTH,
+                is_row,
+                matrix_ptr,
+                scale_ptr,
+                expert,
+                start,
+                wide,
+                is_column,
+                expert_stride,
+                depth_stride,
+                width_stride,
+                DEPTH,
+                WIDTH,
+                BLOCK_DEPTH,
+                FORMAT,
+                PRECISION,
+            )
         if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
             scale = tl.load(scale_ptr + expert * WIDTH + wide, mask=is_column, other=0.0)
             sums *= scale[None, :]
@@ -256,11 +370,17 @@ def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_p
         place = row.to(tl.int64)[:, None]
         if KEEPS:
             if tile < kept_tiles:
-                tl.store(kept_ptr + place * WIDTH + wide[None, :],
-                         sums.to(kept_ptr.dtype.element_ty), mask=is_column[None, :])
+                tl.store(
+                    kept_ptr + place * WIDTH + wide[None, :],
+                    sums.to(kept_ptr.dtype.element_ty),
+                    mask=is_column[None, :],
+                )
         if not ACTIVATES:
-            tl.store(out_ptr + place * WIDTH + wide[None, :], sums.to(out_ptr.dtype.element_ty),
-                     mask=is_column[None, :])
+            tl.store(
+                out_ptr + place * WIDTH + wide[None, :],
+                sums.to(out_ptr.dtype.element_ty),
+                mask=is_column[None, :],
+            )
         else:
             if PAIRED:
                 parts = tl.permute(tl.reshape(sums, (BLOCK_ROWS, 2, SPAN)), (0, 2, 1))
@@ -268,16 +388,38 @@ def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_p
             else:
                 gate = sums
                 up = sums
-            value, _, _ = _expert_act(gate, up, ACT, SCALE, HAS_GATE, GATES_ITSELF, GATE_LOW,
-                                      GATE_HIGH, UP_LOW, UP_HIGH, UP_OFFSET)
+            value, _, _ = _expert_act(
+                gate,
+                up,
+                ACT,
+                SCALE,
+                HAS_GATE,
+                GATES_ITSELF,
+                GATE_LOW,
+                GATE_HIGH,
+                UP_LOW,
+                UP_HIGH,
+                UP_OFFSET,
+            )
             out = column * SPAN + tl.arange(0, SPAN)
-            tl.store(out_ptr + place * COLUMNS + out[None, :], value.to(out_ptr.dtype.element_ty),
-                     mask=(out < COLUMNS)[None, :])
+            tl.store(
+                out_ptr + place * COLUMNS + out[None, :],
+                value.to(out_ptr.dtype.element_ty),
+                mask=(out < COLUMNS)[None, :],
+            )
 
 
 @jit
-def combine_rows(rows_ptr, slot_ptr, weight_ptr, out_ptr, H: tl.constexpr, TOP_K: tl.constexpr,
-                 HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+def combine_rows(
+    rows_ptr,
+    slot_ptr,
+    weight_ptr,
+    out_ptr,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the K rows of a token in float32, in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -294,9 +436,19 @@ def combine_rows(rows_ptr, slot_ptr, weight_ptr, out_ptr, H: tl.constexpr, TOP_K
 
 
 @jit
-def copy_rows(source_ptr, slot_ptr, pair_ptr, num_tiles_ptr, out_ptr, num_tokens, H: tl.constexpr,
-              TOP_K: tl.constexpr, BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr,
-              BLOCK: tl.constexpr):
+def copy_rows(
+    source_ptr,
+    slot_ptr,
+    pair_ptr,
+    num_tiles_ptr,
+    out_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copy each token, read once, to its rows; programs after these fill padding with zeros."""
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -320,14 +472,37 @@ def copy_rows(source_ptr, slot_ptr, pair_ptr, num_tiles_ptr, out_ptr, num_tokens
 
 
 @jit(do_not_specialize=["kept_tiles"])
-def differentiate(back_ptr, kept_ptr, fresh_ptr, pair_ptr, weight_ptr, grad_ptr, bias_ptr,
-                  tile_expert_ptr, num_tiles_ptr, product_ptr, middle_ptr, affinity_ptr,
-                  kept_tiles, H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
-                  HAS_BIAS: tl.constexpr, ACT: tl.constexpr, SCALE: tl.constexpr,
-                  HAS_GATE: tl.constexpr, GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr,
-                  GATE_HIGH: tl.constexpr, UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr,
-                  UP_OFFSET: tl.constexpr, BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr):
+def differentiate(
+    back_ptr,
+    kept_ptr,
+    fresh_ptr,
+    pair_ptr,
+    weight_ptr,
+    grad_ptr,
+    bias_ptr,
+    tile_expert_ptr,
+    num_tiles_ptr,
+    product_ptr,
+    middle_ptr,
+    affinity_ptr,
+    kept_tiles,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    GATES_ITSELF: tl.constexpr,
+    GATE_LOW: tl.constexpr,
+    GATE_HIGH: tl.constexpr,
+    UP_LOW: tl.constexpr,
+    UP_HIGH: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """From dA and the first product h: dh, the weighted activation, and the affinities' gradients.
 
     h is read from `kept` for the first kept_tiles, else from `fresh`, whose rows count from there.
@@ -392,12 +567,27 @@ def differentiate(back_ptr, kept_ptr, fresh_ptr, pair_ptr, weight_ptr, grad_ptr,
 
 
 @jit
-def multiply_turned(left_ptr, right_ptr, pair_ptr, first_tile_ptr, total_ptr, out_ptr,
-                    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_K: tl.constexpr,
-                    NUM_EXPERTS: tl.constexpr, GATHERS_LEFT: tl.constexpr,
-                    GATHERS_RIGHT: tl.constexpr, ROWS_PER_TILE: tl.constexpr,
-                    BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr):
+def multiply_turned(
+    left_ptr,
+    right_ptr,
+    pair_ptr,
+    first_tile_ptr,
+    total_ptr,
+    out_ptr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    GATHERS_LEFT: tl.constexpr,
+    GATHERS_RIGHT: tl.constexpr,
+    ROWS_PER_TILE: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Multiply, for each expert, its rows of `left`, turned, with its rows of `right`.
 
     out [E, LEFT, RIGHT]; a side that gathers is read by token. An expert without rows gets zeros.
@@ -422,20 +612,40 @@ def multiply_turned(left_ptr, right_ptr, pair_ptr, first_tile_ptr, total_ptr, ou
                 token = (pair // TOP_K).to(tl.int64)
             left_row = token if GATHERS_LEFT else row
             right_row = token if GATHERS_RIGHT else row
-            a = tl.load(left_ptr + left_row[:, None] * LEFT + left[None, :],
-                        mask=is_row[:, None] & (left < LEFT)[None, :], other=0.0)
-            b = tl.load(right_ptr + right_row[:, None] * RIGHT + right[None, :],
-                        mask=is_row[:, None] & (right < RIGHT)[None, :], other=0.0)
+            a = tl.load(
+                left_ptr + left_row[:, None] * LEFT + left[None, :],
+                mask=is_row[:, None] & (left < LEFT)[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                right_ptr + right_row[:, None] * RIGHT + right[None, :],
+                mask=is_row[:, None] & (right < RIGHT)[None, :],
+                other=0.0,
+            )
             sums = tl.dot(tl.trans(a), b, sums, input_precision=PRECISION)
         out = expert.to(tl.int64) * LEFT * RIGHT + left.to(tl.int64)[:, None] * RIGHT
-        tl.store(out_ptr + out + right[None, :], sums.to(out_ptr.dtype.element_ty),
-                 mask=(left < LEFT)[:, None] & (right < RIGHT)[None, :])
+        tl.store(
+            out_ptr + out + right[None, :],
+            sums.to(out_ptr.dtype.element_ty),
+            mask=(left < LEFT)[:, None] & (right < RIGHT)[None, :],
+        )
 
 
 @jit
-def sum_rows(rows_ptr, pair_ptr, weight_ptr, first_tile_ptr, total_ptr, out_ptr,
-             WIDTH: tl.constexpr, TOP_K: tl.constexpr, GATHERS: tl.constexpr,
-             ROWS_PER_TILE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_rows(
+    rows_ptr,
+    pair_ptr,
+    weight_ptr,
+    first_tile_ptr,
+    total_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHERS: tl.constexpr,
+    ROWS_PER_TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the rows of each expert, [E, WIDTH]; those that gather are weighed by the affinities."""
     expert = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -454,5 +664,8 @@ def sum_rows(rows_ptr, pair_ptr, weight_ptr, first_tile_ptr, total_ptr, out_ptr,
         if GATHERS:
             value = value * tl.load(weight_ptr + pair, mask=is_row, other=0.0)[:, None]
         sums += tl.sum(value, axis=0)
-    tl.store(out_ptr + expert.to(tl.int64) * WIDTH + column, sums.to(out_ptr.dtype.element_ty),
-             mask=column < WIDTH)
+    tl.store(
+        out_ptr + expert.to(tl.int64) * WIDTH + column,
+        sums.to(out_ptr.dtype.element_ty),
+        mask=column < WIDTH,
+    )

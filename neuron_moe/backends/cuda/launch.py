@@ -64,9 +64,16 @@ def view_order(order: Tensor, index_TK: Tensor, num_experts: int) -> SortedRows:
     parts = torch.split(order, _order_sizes(num_tokens, top_k, num_experts))
     pair_R, slot_P, tile_expert, first_tile_E, total_E, used = parts
     return SortedRows(
-        order, pair_R, slot_P[: num_tokens * top_k], tile_expert[:tiles],
-        first_tile_E[:num_experts], total_E[:num_experts], used[:1], rows, top_k,
-    )  # fmt: skip
+        order,
+        pair_R,
+        slot_P[: num_tokens * top_k],
+        tile_expert[:tiles],
+        first_tile_E[:num_experts],
+        total_E[:num_experts],
+        used[:1],
+        rows,
+        top_k,
+    )
 
 
 def sort_rows(index_TK: Tensor, num_experts: int) -> SortedRows:
@@ -84,26 +91,54 @@ def sort_rows(index_TK: Tensor, num_experts: int) -> SortedRows:
     rank_P, num_rows, tiles = make(num_pairs), found.pair_R.shape[0], found.tile_expert.shape[0]
     index_P = index_TK.reshape(-1).contiguous()
     kernels.rank_pairs[(num_chunks,)](
-        index_P, rank_P, counts_CE, found.pair_R, num_pairs, num_experts, num_rows, CHUNK=_CHUNK,
-        BINS=bins, ROWS=triton.next_power_of_2(triton.cdiv(num_rows, num_chunks)),
-    )  # fmt: skip
+        index_P,
+        rank_P,
+        counts_CE,
+        found.pair_R,
+        num_pairs,
+        num_experts,
+        num_rows,
+        CHUNK=_CHUNK,
+        BINS=bins,
+        ROWS=triton.next_power_of_2(triton.cdiv(num_rows, num_chunks)),
+    )
     kernels.sum_chunks[(num_experts,)](
-        counts_CE, offset_CE, found.total_E, num_chunks, num_experts,
+        counts_CE,
+        offset_CE,
+        found.total_E,
+        num_chunks,
+        num_experts,
         CHUNKS=triton.next_power_of_2(num_chunks),
-    )  # fmt: skip
+    )
     kernels.place_pairs[(num_chunks,)](
-        index_P, rank_P, offset_CE, found.total_E, found.pair_R, found.slot_P, found.tile_expert,
-        found.first_tile_E, found.num_tiles, num_pairs, num_experts, tiles, CHUNK=_CHUNK,
-        BINS=bins, BLOCK_ROWS=found.rows,
+        index_P,
+        rank_P,
+        offset_CE,
+        found.total_E,
+        found.pair_R,
+        found.slot_P,
+        found.tile_expert,
+        found.first_tile_E,
+        found.num_tiles,
+        num_pairs,
+        num_experts,
+        tiles,
+        CHUNK=_CHUNK,
+        BINS=bins,
+        BLOCK_ROWS=found.rows,
         TILES=triton.next_power_of_2(triton.cdiv(tiles, num_chunks)),
-    )  # fmt: skip
+    )
     return found
 
 
 def forward(
-    hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor, weights: Matrices,
-    formula: ExpertFormula, save_percent: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden_TH: Tensor,
+    affinities_TK: Tensor,
+    index_TK: Tensor,
+    weights: Matrices,
+    formula: ExpertFormula,
+    save_percent: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output [T, H], kept rows of the first product, and, with these, the order."""
     num_experts, _, width = weights.first_EHI.shape
     H, I = hidden_TH.shape[1], width // num_projections(formula)  # noqa: E741  the axis
@@ -116,21 +151,39 @@ def forward(
     num_rows = rows.pair_R.shape[0]
     kept = hidden_TH.new_empty((keeps * rows.rows, width))
     middle_RI = hidden_TH.new_empty((num_rows, I))
-    _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI,
-             Results(middle_RI, kept), gathers=True, formula=formula, bias=weights.first_bias_EI,
-             scale=weights.first_scale)  # fmt: skip
+    _project(
+        hopper_tile("first", H, I),
+        rows,
+        hidden_TH,
+        weights.first_EHI,
+        Results(middle_RI, kept),
+        gathers=True,
+        formula=formula,
+        bias=weights.first_bias_EI,
+        scale=weights.first_scale,
+    )
     output_RH = hidden_TH.new_empty((num_rows, H))
-    _project(hopper_tile("second", H, I), rows, middle_RI, weights.down_EIH,
-             Results(output_RH), bias=weights.down_bias_EH, scale=weights.down_scale)  # fmt: skip
+    _project(
+        hopper_tile("second", H, I),
+        rows,
+        middle_RI,
+        weights.down_EIH,
+        Results(output_RH),
+        bias=weights.down_bias_EH,
+        scale=weights.down_scale,
+    )
     output_TH = torch.empty_like(hidden_TH)
     _combine(rows, output_RH, output_TH, affinities_TK)
     return output_TH, kept, rows.order if keeps else index_TK.new_empty(0)
 
 
 def backward(
-    gradient_TH: Tensor, inputs: tuple[Tensor, ...], weights: Matrices, formula: ExpertFormula,
+    gradient_TH: Tensor,
+    inputs: tuple[Tensor, ...],
+    weights: Matrices,
+    formula: ExpertFormula,
     save_percent: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Return the gradients of hidden states, affinities, and weights with biases.
 
     Args:
@@ -152,28 +205,48 @@ def backward(
         gradient_TH, (hidden_TH, affinities_TK, kept), rows, weights, formula
     )
     # In this order, so that rows of H are freed before the gradients of first weights are there.
-    down = _turned(hopper_tile("second_weights", H, I), rows, (middle_RI, gradient_TH),
-                   num_experts, gathered=1, copied=copied_RH)  # fmt: skip
+    down = _turned(
+        hopper_tile("second_weights", H, I),
+        rows,
+        (middle_RI, gradient_TH),
+        num_experts,
+        gathered=1,
+        copied=copied_RH,
+    )
     down_bias = _sums(rows, gradient_TH, weights.down_bias_EH, affinities_TK)
     del middle_RI, copied_RH
     rows_RH = hidden_TH.new_empty((rows.pair_R.shape[0], H))
-    _project(hopper_tile("first_back", H, I), rows, product_RI, weights.first_EHI.transpose(1, 2),
-             Results(rows_RH))  # fmt: skip
+    _project(
+        hopper_tile("first_back", H, I),
+        rows,
+        product_RI,
+        weights.first_EHI.transpose(1, 2),
+        Results(rows_RH),
+    )
     hidden = torch.empty_like(hidden_TH)
     _combine(rows, rows_RH, hidden, None)
     del rows_RH
     tile = hopper_tile("first_weights", H, I)
     copies = is_sorted and not tile.gathers and hopper_launch.fits(rows, hidden_TH, product_RI)
-    first = _turned(tile, rows, (hidden_TH, product_RI), num_experts, gathered=0,
-                    copied=copy_rows(rows, hidden_TH) if copies else None)  # fmt: skip
+    first = _turned(
+        tile,
+        rows,
+        (hidden_TH, product_RI),
+        num_experts,
+        gathered=0,
+        copied=copy_rows(rows, hidden_TH) if copies else None,
+    )
     first_bias = _sums(rows, product_RI, weights.first_bias_EI, None)
     return hidden, affinity_TK, first, first_bias, down, down_bias
 
 
 def _middle_gradients(
-    gradient_TH: Tensor, inputs: tuple[Tensor, Tensor, Tensor], rows: SortedRows,
-    weights: Matrices, formula: ExpertFormula,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    gradient_TH: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    rows: SortedRows,
+    weights: Matrices,
+    formula: ExpertFormula,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return the first product's gradients, weighted activations, copied rows, the affinities'.
 
     Args:
@@ -189,31 +262,71 @@ def _middle_gradients(
     num_rows, keeps = rows.pair_R.shape[0], kept.shape[0] // rows.rows
     fresh = hidden_TH.new_empty((num_rows - kept.shape[0], width))
     if fresh.shape[0]:
-        _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI, Results(fresh),
-                 gathers=True, first_tile=keeps, bias=weights.first_bias_EI)  # fmt: skip
+        _project(
+            hopper_tile("first", H, I),
+            rows,
+            hidden_TH,
+            weights.first_EHI,
+            Results(fresh),
+            gathers=True,
+            first_tile=keeps,
+            bias=weights.first_bias_EI,
+        )
     back_RI, down_EHI = hidden_TH.new_empty((num_rows, I)), weights.down_EIH.transpose(1, 2)
     copied_RH = None
     if hopper_launch.fits(rows, gradient_TH, down_EHI, back_RI):
         copied_RH = hidden_TH.new_empty((num_rows, H))
-    _project(hopper_tile("second_back", H, I), rows, gradient_TH, down_EHI,
-             Results(back_RI, copied=copied_RH), gathers=True)  # fmt: skip
+    _project(
+        hopper_tile("second_back", H, I),
+        rows,
+        gradient_TH,
+        down_EHI,
+        Results(back_RI, copied=copied_RH),
+        gathers=True,
+    )
     product_RI, middle_RI = hidden_TH.new_empty((num_rows, width)), torch.empty_like(back_RI)
     affinity_TK = torch.zeros_like(affinities_TK)
     line, height, warps = elementwise_tile(I)
     kernels.differentiate[(num_rows // height,)](
-        back_RI, kept, fresh, rows.pair_R, affinities_TK, gradient_TH, weights.down_bias_EH,
-        rows.tile_expert, rows.num_tiles, product_RI, middle_RI, affinity_TK, keeps,
-        H=H, I=I, TOP_K=rows.top_k, HAS_BIAS=weights.down_bias_EH is not None,
-        **constants_of(formula), BLOCK_ROWS=rows.rows, ROWS=height, BLOCK=line, num_warps=warps,
-    )  # fmt: skip
+        back_RI,
+        kept,
+        fresh,
+        rows.pair_R,
+        affinities_TK,
+        gradient_TH,
+        weights.down_bias_EH,
+        rows.tile_expert,
+        rows.num_tiles,
+        product_RI,
+        middle_RI,
+        affinity_TK,
+        keeps,
+        H=H,
+        I=I,
+        TOP_K=rows.top_k,
+        HAS_BIAS=weights.down_bias_EH is not None,
+        **constants_of(formula),
+        BLOCK_ROWS=rows.rows,
+        ROWS=height,
+        BLOCK=line,
+        num_warps=warps,
+    )
     return product_RI, middle_RI, copied_RH, affinity_TK
 
 
 def _project(
-    hopper: HopperTile, rows: SortedRows, source: Tensor, matrix: Tensor, results: Results, *,
-    gathers: bool = False, first_tile: int = 0, formula: ExpertFormula | None = None,
-    bias: Tensor | None = None, scale: Tensor | None = None,
-) -> None:  # fmt: skip
+    hopper: HopperTile,
+    rows: SortedRows,
+    source: Tensor,
+    matrix: Tensor,
+    results: Results,
+    *,
+    gathers: bool = False,
+    first_tile: int = 0,
+    formula: ExpertFormula | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
     out, kept, _ = results
     if scale is not None and decodes_whole(rows, matrix) and hopper_launch.fits(rows, source, out):
         matrix, scale = decode_matrices(matrix, scale, source.dtype), None
@@ -221,22 +334,49 @@ def _project(
     depth, width = source.shape[1], matrix.shape[2]
     if hopper_launch.fits(rows, source, matrix, out):
         hopper_launch.project(
-            rows, source, matrix, results, tile=hopper, gathers=gathers, first_tile=first_tile,
-            bias=bias, formula=formula,
-        )  # fmt: skip
+            rows,
+            source,
+            matrix,
+            results,
+            tile=hopper,
+            gathers=gathers,
+            first_tile=first_tile,
+            bias=bias,
+            formula=formula,
+        )
         return
     tile = product_tile(rows.rows, source.element_size())
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     programs = _programs(source.device) * (_MOST_WARPS // tile.warps)
     kernels.project[(programs,)](
-        source, rows.pair_R, values, scale, bias, out, kept, rows.tile_expert, rows.num_tiles,
-        first_tile, keeps, *values.stride(), DEPTH=depth, WIDTH=width, TOP_K=rows.top_k,
-        GATHERS=gathers, FORMAT=form,
-        HAS_BIAS=bias is not None, ACTIVATES=formula is not None, KEEPS=keeps > 0,
-        **constants_of(formula or ExpertFormula()), BLOCK_ROWS=rows.rows,
-        **_fitted(tile, values.shape[1], width), PROGRAMS=programs, PRECISION=_precision(source),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        source,
+        rows.pair_R,
+        values,
+        scale,
+        bias,
+        out,
+        kept,
+        rows.tile_expert,
+        rows.num_tiles,
+        first_tile,
+        keeps,
+        *values.stride(),
+        DEPTH=depth,
+        WIDTH=width,
+        TOP_K=rows.top_k,
+        GATHERS=gathers,
+        FORMAT=form,
+        HAS_BIAS=bias is not None,
+        ACTIVATES=formula is not None,
+        KEEPS=keeps > 0,
+        **constants_of(formula or ExpertFormula()),
+        BLOCK_ROWS=rows.rows,
+        **_fitted(tile, values.shape[1], width),
+        PROGRAMS=programs,
+        PRECISION=_precision(source),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def decodes_whole(rows: SortedRows, codes: Tensor) -> bool:
@@ -259,9 +399,16 @@ def decode_matrices(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     block = min(_DECODED_COLUMNS, triton.next_power_of_2(width))
     grid = num_experts, triton.cdiv(lines, _DECODED_LINES), triton.cdiv(width, block)
     codes_kernels.decode_lines[grid](
-        values, scale, out, *values.stride(), DEPTH=depth, WIDTH=width,
-        BLOCK_DEPTH=_DECODED_LINES, BLOCK_WIDTH=block, FORMAT=form,
-    )  # fmt: skip
+        values,
+        scale,
+        out,
+        *values.stride(),
+        DEPTH=depth,
+        WIDTH=width,
+        BLOCK_DEPTH=_DECODED_LINES,
+        BLOCK_WIDTH=block,
+        FORMAT=form,
+    )
     return out
 
 
@@ -278,9 +425,15 @@ def _combine(rows: SortedRows, rows_RH: Tensor, out: Tensor, weights_TK: Tensor 
     num_tokens, H = out.shape
     block = min(1024, triton.next_power_of_2(H))
     kernels.combine_rows[(num_tokens, triton.cdiv(H, block))](
-        rows_RH, rows.slot_P, weights_TK, out, H=H, TOP_K=rows.top_k,
-        HAS_WEIGHTS=weights_TK is not None, BLOCK=block,
-    )  # fmt: skip
+        rows_RH,
+        rows.slot_P,
+        weights_TK,
+        out,
+        H=H,
+        TOP_K=rows.top_k,
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK=block,
+    )
 
 
 def _turned(
@@ -309,12 +462,28 @@ def _turned(
     tile = turned_tile(rows.rows, left.element_size())
     programs = _programs(left.device) * (_MOST_WARPS // tile.warps)
     kernels.multiply_turned[(programs,)](
-        left, right, rows.pair_R, rows.first_tile_E, rows.total_E, out, LEFT=widths[0],
-        RIGHT=widths[1], TOP_K=rows.top_k, NUM_EXPERTS=num_experts, GATHERS_LEFT=gathers[0],
-        GATHERS_RIGHT=gathers[1], ROWS_PER_TILE=rows.rows, BLOCK_LEFT=tile.rows,
-        BLOCK_RIGHT=tile.width, BLOCK_ROWS=tile.depth, GROUP=tile.group, PROGRAMS=programs,
-        PRECISION=_precision(left), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        left,
+        right,
+        rows.pair_R,
+        rows.first_tile_E,
+        rows.total_E,
+        out,
+        LEFT=widths[0],
+        RIGHT=widths[1],
+        TOP_K=rows.top_k,
+        NUM_EXPERTS=num_experts,
+        GATHERS_LEFT=gathers[0],
+        GATHERS_RIGHT=gathers[1],
+        ROWS_PER_TILE=rows.rows,
+        BLOCK_LEFT=tile.rows,
+        BLOCK_RIGHT=tile.width,
+        BLOCK_ROWS=tile.depth,
+        GROUP=tile.group,
+        PROGRAMS=programs,
+        PRECISION=_precision(left),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out
 
 
@@ -324,9 +493,18 @@ def copy_rows(rows: SortedRows, source: Tensor) -> Tensor:
     out = source.new_empty((num_rows, H))
     block = min(_COPIED_COLUMNS, triton.next_power_of_2(H))
     kernels.copy_rows[(num_tokens + num_rows // rows.rows, triton.cdiv(H, block))](
-        source, rows.slot_P, rows.pair_R, rows.num_tiles, out, num_tokens, H=H, TOP_K=rows.top_k,
-        BLOCK_ROWS=rows.rows, ROWS=_FILLED_ROWS, BLOCK=block,
-    )  # fmt: skip
+        source,
+        rows.slot_P,
+        rows.pair_R,
+        rows.num_tiles,
+        out,
+        num_tokens,
+        H=H,
+        TOP_K=rows.top_k,
+        BLOCK_ROWS=rows.rows,
+        ROWS=_FILLED_ROWS,
+        BLOCK=block,
+    )
     return out
 
 
@@ -339,10 +517,19 @@ def _sums(
     num_experts, width = bias.shape
     out, block = torch.empty_like(bias), min(128, triton.next_power_of_2(width))
     kernels.sum_rows[(num_experts, triton.cdiv(width, block))](
-        source, rows.pair_R, weights_TK, rows.first_tile_E, rows.total_E, out, WIDTH=width,
-        TOP_K=rows.top_k, GATHERS=weights_TK is not None, ROWS_PER_TILE=rows.rows,
-        BLOCK_ROWS=min(32, rows.rows), BLOCK=block,
-    )  # fmt: skip
+        source,
+        rows.pair_R,
+        weights_TK,
+        rows.first_tile_E,
+        rows.total_E,
+        out,
+        WIDTH=width,
+        TOP_K=rows.top_k,
+        GATHERS=weights_TK is not None,
+        ROWS_PER_TILE=rows.rows,
+        BLOCK_ROWS=min(32, rows.rows),
+        BLOCK=block,
+    )
     return out
 
 

@@ -91,10 +91,16 @@ def constants_of(formula: ExpertFormula) -> dict[str, Any]:
     gate_low, gate_high = _bounds(formula.gate_limits)
     up_low, up_high = _bounds(formula.up_limits)
     return {
-        "ACT": formula.activation, "SCALE": formula.scale, "HAS_GATE": formula.has_gate,
-        "GATES_ITSELF": formula.gates_itself, "GATE_LOW": gate_low, "GATE_HIGH": gate_high,
-        "UP_LOW": up_low, "UP_HIGH": up_high, "UP_OFFSET": formula.up_offset,
-    }  # fmt: skip
+        "ACT": formula.activation,
+        "SCALE": formula.scale,
+        "HAS_GATE": formula.has_gate,
+        "GATES_ITSELF": formula.gates_itself,
+        "GATE_LOW": gate_low,
+        "GATE_HIGH": gate_high,
+        "UP_LOW": up_low,
+        "UP_HIGH": up_high,
+        "UP_OFFSET": formula.up_offset,
+    }
 
 
 def _bounds(limits: Limits) -> tuple[float, float]:

@@ -72,11 +72,21 @@ def _route(
         return logits_TE, affinities_TK, index_TK
     tokens = 1 if num_tokens <= _MANY_TOKENS else 4
     route_kernels.choose_experts[(triton.cdiv(num_tokens, tokens),)](
-        parts_STE, bias, selection, logits_TE, affinities_TK, index_TK, num_tokens,
-        EXPERTS=num_experts, PARTS=parts_STE.shape[0], HAS_BIAS=bias is not None,
-        **_constants(made), TOKENS=tokens, BINS=triton.next_power_of_2(num_experts),
+        parts_STE,
+        bias,
+        selection,
+        logits_TE,
+        affinities_TK,
+        index_TK,
+        num_tokens,
+        EXPERTS=num_experts,
+        PARTS=parts_STE.shape[0],
+        HAS_BIAS=bias is not None,
+        **_constants(made),
+        TOKENS=tokens,
+        BINS=triton.next_power_of_2(num_experts),
         num_warps=tokens,
-    )  # fmt: skip
+    )
     return logits_TE, affinities_TK, index_TK
 
 
@@ -113,18 +123,30 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
     )
     if num_tokens:
         route_kernels.project_tokens[(*grid, parts)](
-            hidden_TH, weight_EH, parts_STE, num_tokens, H=H, EXPERTS=num_experts,
-            DEPTH_PART=depth_part, BLOCK_TOKENS=block, BLOCK_EXPERTS=_BLOCK_EXPERTS,
-            BLOCK_DEPTH=_BLOCK_DEPTH, WIDENS=_widens(hidden_TH, weight_EH),
-        )  # fmt: skip
+            hidden_TH,
+            weight_EH,
+            parts_STE,
+            num_tokens,
+            H=H,
+            EXPERTS=num_experts,
+            DEPTH_PART=depth_part,
+            BLOCK_TOKENS=block,
+            BLOCK_EXPERTS=_BLOCK_EXPERTS,
+            BLOCK_DEPTH=_BLOCK_DEPTH,
+            WIDENS=_widens(hidden_TH, weight_EH),
+        )
     return parts_STE
 
 
 def _constants(formula: RouterFormula) -> dict[str, Any]:
     """Return a formula as the kernel takes it."""
     return {
-        "TOP_K": formula.top_k, "CHOICES": triton.next_power_of_2(formula.top_k),
-        "HAS_SELECTION": formula.has_selection_bias, "IS_SOFTMAX": formula.act_fn == "softmax",
-        "IS_OVER_CHOSEN": formula.act_over_topk, "RENORMALIZES": formula.renormalize,
-        "EPS": formula.renormalize_eps, "FACTOR": formula.routed_scaling_factor,
-    }  # fmt: skip
+        "TOP_K": formula.top_k,
+        "CHOICES": triton.next_power_of_2(formula.top_k),
+        "HAS_SELECTION": formula.has_selection_bias,
+        "IS_SOFTMAX": formula.act_fn == "softmax",
+        "IS_OVER_CHOSEN": formula.act_over_topk,
+        "RENORMALIZES": formula.renormalize,
+        "EPS": formula.renormalize_eps,
+        "FACTOR": formula.routed_scaling_factor,
+    }

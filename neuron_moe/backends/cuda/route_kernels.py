@@ -5,15 +5,24 @@ Everything is float32; of equal scores the lowest expert is taken first, as in `
 Axes: T tokens, E experts, K choices, S parts of the depth, H hidden.
 """
 
-# fmt: off
 import triton.language as tl
 from triton import jit
 
 
 @jit
-def project_tokens(hidden_ptr, weight_ptr, parts_ptr, num_tokens, H: tl.constexpr,
-                   EXPERTS: tl.constexpr, DEPTH_PART: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-                   BLOCK_EXPERTS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, WIDENS: tl.constexpr):
+def project_tokens(
+    hidden_ptr,
+    weight_ptr,
+    parts_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    DEPTH_PART: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    WIDENS: tl.constexpr,
+):
     """Multiply tokens with the router's weight [E, H]: parts [S, T, E]. WIDENS to float32 first."""
     part = tl.program_id(2)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -24,10 +33,16 @@ def project_tokens(hidden_ptr, weight_ptr, parts_ptr, num_tokens, H: tl.constexp
     end = tl.minimum(H, (part + 1) * DEPTH_PART)
     for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
         depth = start + tl.arange(0, BLOCK_DEPTH)
-        hidden = tl.load(hidden_ptr + row[:, None] * H + depth[None, :],
-                         mask=is_token[:, None] & (depth < H)[None, :], other=0.0)
-        weight = tl.load(weight_ptr + expert[None, :] * H + depth[:, None],
-                         mask=is_expert[None, :] & (depth < H)[:, None], other=0.0)
+        hidden = tl.load(
+            hidden_ptr + row[:, None] * H + depth[None, :],
+            mask=is_token[:, None] & (depth < H)[None, :],
+            other=0.0,
+        )
+        weight = tl.load(
+            weight_ptr + expert[None, :] * H + depth[:, None],
+            mask=is_expert[None, :] & (depth < H)[:, None],
+            other=0.0,
+        )
         if WIDENS:
             hidden = hidden.to(tl.float32)
             weight = weight.to(tl.float32)
@@ -37,12 +52,28 @@ def project_tokens(hidden_ptr, weight_ptr, parts_ptr, num_tokens, H: tl.constexp
 
 
 @jit
-def choose_experts(parts_ptr, bias_ptr, selection_ptr, logits_ptr, affinity_ptr, index_ptr,
-                   num_tokens, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
-                   HAS_BIAS: tl.constexpr, HAS_SELECTION: tl.constexpr, IS_SOFTMAX: tl.constexpr,
-                   IS_OVER_CHOSEN: tl.constexpr, RENORMALIZES: tl.constexpr, EPS: tl.constexpr,
-                   FACTOR: tl.constexpr, TOKENS: tl.constexpr, BINS: tl.constexpr,
-                   CHOICES: tl.constexpr):
+def choose_experts(
+    parts_ptr,
+    bias_ptr,
+    selection_ptr,
+    logits_ptr,
+    affinity_ptr,
+    index_ptr,
+    num_tokens,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SELECTION: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
+    IS_OVER_CHOSEN: tl.constexpr,
+    RENORMALIZES: tl.constexpr,
+    EPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
     """Add the parts of the logits, choose, weigh: logits [T, E], affinities and index [T, K]."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, BINS)[None, :]

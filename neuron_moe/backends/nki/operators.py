@@ -30,12 +30,24 @@ NAMESPACE = "neuron_moe"
 Call = Callable[[Any, int, dict[str, Any]], Sequence[Tensor]]
 
 _KERNELS = (
-    router_topk, index_blocks, blockwise_moe, combine, decode_moe, decode_layer, prefill_layer,
-)  # fmt: skip
+    router_topk,
+    index_blocks,
+    blockwise_moe,
+    combine,
+    decode_moe,
+    decode_layer,
+    prefill_layer,
+)
 _ROOTS = (
-    RouterConfig, BlockDims, VisitDims, PrefillConfig, CombineDims, DecodeConfig, LayerConfig,
+    RouterConfig,
+    BlockDims,
+    VisitDims,
+    PrefillConfig,
+    CombineDims,
+    DecodeConfig,
+    LayerConfig,
     PrefillLayerConfig,
-)  # fmt: skip
+)
 _ELEMENT_TYPES = ("float32", "bfloat16", "float16")  # that records hold
 
 
@@ -158,13 +170,18 @@ def _make(kernel: Any, call: Call) -> Callable[..., list[Tensor]]:
         ]
 
     terms = [
-        f"str {key}" if key in records
-        else f"Tensor? {key}" if parameter.annotation == "Any" else f"Tensor {key}"
+        f"str {key}"
+        if key in records
+        else f"Tensor? {key}"
+        if parameter.annotation == "Any"
+        else f"Tensor {key}"
         for key, parameter in parameters.items()
-    ]  # fmt: skip
+    ]
     operator = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", launch, mutates_args=(),
+        f"{NAMESPACE}::{name}",
+        launch,
+        mutates_args=(),
         schema=f"({', '.join(['int num_cores', *terms])}) -> Tensor[]",
-    )  # fmt: skip
+    )
     operator.register_fake(fake)
     return operator

@@ -179,10 +179,17 @@ class PrefillPlan(RoutedPlan):
             {"dims": dims, "visits": made.visits},
             {"index_TK": Input("index", self._choices, "int32")},
             (
-                "slots", "pairs", "block_to_expert", "num_valid_blocks", "tokens_per_expert",
-                "slot_of_pair", "visit_expert", "visit_tile", "class_trips",
+                "slots",
+                "pairs",
+                "block_to_expert",
+                "num_valid_blocks",
+                "tokens_per_expert",
+                "slot_of_pair",
+                "visit_expert",
+                "visit_tile",
+                "class_trips",
             ),
-        )  # fmt: skip
+        )
         num_slots = dims.num_blocks * dims.block_size
         lists = {
             name: Input(name, output.shape, output.dtype)

@@ -67,14 +67,21 @@ class PrefillLayerPlan(PrefillPlan):
         assert parts.router is not None
         weight = router_form(parts.router, parts.forms)
         router = router_config(
-            parts.router, made.config.num_tokens, torch.bfloat16, weight.dtype,
-            parts.tuning.num_cores, self.norm,
-        )  # fmt: skip
+            parts.router,
+            made.config.num_tokens,
+            torch.bfloat16,
+            weight.dtype,
+            parts.tuning.num_cores,
+            self.norm,
+        )
         shared = self.shared_config
         out = replace(
-            made.out, has_spoils=True, has_residual=self.adds_input,
-            has_shared=shared is not None, has_gate=self._is_gated,
-        )  # fmt: skip
+            made.out,
+            has_spoils=True,
+            has_residual=self.adds_input,
+            has_shared=shared is not None,
+            has_gate=self._is_gated,
+        )
         config = PrefillLayerConfig(
             replace(router, returns_logits=False, has_gate=self._is_gated),
             made.dims,

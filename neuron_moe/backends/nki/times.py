@@ -291,9 +291,10 @@ def compiled_instructions(trace: Trace) -> int:
     """
     rows = trace.columns()
     kinds = {
-        number: facts.kind for number, facts in enumerate(trace.facts)
+        number: facts.kind
+        for number, facts in enumerate(trace.facts)
         if isinstance(facts, ControlFacts) and facts.kind.startswith("loop")
-    }  # fmt: skip
+    }
     return sum(
         _count_once([kinds.get(int(fact), "") for fact in rows[rows[:, CORE] == core, FACTS]])
         for core in np.unique(rows[:, CORE])

@@ -291,8 +291,11 @@ def explain(costs: LayoutCosts, phase: str) -> list[str]:
             f"without EPLB it takes {other.total_us:.0f} us, the busiest rank at"
             f" {other.busiest_over_mean:.2f} x the mean"
         )
-    others = [e for e in ranking if (e.layout.ep, e.layout.strategy) !=
-              (best.layout.ep, best.layout.strategy)]  # fmt: skip
+    others = [
+        e
+        for e in ranking
+        if (e.layout.ep, e.layout.strategy) != (best.layout.ep, best.layout.strategy)
+    ]
     if others:
         lines.append(f"next best: {others[0].layout}, {others[0].cost.total_us:.0f} us")
     return lines

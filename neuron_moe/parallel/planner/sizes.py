@@ -206,8 +206,11 @@ def _dense_parameters(config: Mapping[str, Any], found: dict[str, int], dense_la
 def _linear_attention(config: Mapping[str, Any], hidden: int) -> int:
     """Count a layer that keeps a memory of the sequence instead of keys and values."""
     heads, key_heads, key_size, value_size = _needed(
-        config, "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim",
+        config,
+        "linear_num_value_heads",
+        "linear_num_key_heads",
+        "linear_key_head_dim",
         "linear_value_head_dim",
-    )  # fmt: skip
+    )
     keys, values = key_heads * key_size, heads * value_size
     return hidden * (2 * keys + 3 * values + 2 * heads)

@@ -28,10 +28,16 @@ from neuron_moe.parallel.topology import instance
 SERVING = Serving(prompt=2048, context=3072, batch=32, expert_format="bf16")
 # Parameters of all routed experts, in 1e9: 3 H I E for each MoE layer of the published shapes.
 EXPERT_PARAMETERS = {
-    "gpt_oss_20b": 19.1, "gpt_oss_120b": 114.7, "llama4_scout": 96.6, "llama4_maverick": 386.5,
-    "qwen3_30b_a3b": 29.0, "qwen3_235b_a22b": 227.1, "deepseek_v3": 653.9, "mixtral_8x7b": 45.1,
+    "gpt_oss_20b": 19.1,
+    "gpt_oss_120b": 114.7,
+    "llama4_scout": 96.6,
+    "llama4_maverick": 386.5,
+    "qwen3_30b_a3b": 29.0,
+    "qwen3_235b_a22b": 227.1,
+    "deepseek_v3": 653.9,
+    "mixtral_8x7b": 45.1,
     "dbrx": 126.8,
-}  # fmt: skip
+}
 
 
 def sizes_of(name: str) -> ModelSizes:
@@ -70,11 +76,15 @@ def test_more_expert_parallelism_shortens_a_long_prefill(name: str) -> None:
     physical_TK = uniform_trace(8192, sizes.num_experts, sizes.top_k)
     times = [
         layer_cost(
-            sizes, machine, 64 // ep, ep, "replicate",
+            sizes,
+            machine,
+            64 // ep,
+            ep,
+            "replicate",
             RoutedTokens("prefill", physical_TK, sizes.num_experts),
         ).experts_us
         for ep in (1, 4, 16)
-    ]  # fmt: skip
+    ]
     assert times == sorted(times, reverse=True)
     assert times[0] > 2 * times[-1]
 
@@ -105,8 +115,9 @@ def test_longer_contexts_take_longer_and_hold_fewer_sequences() -> None:
     model, machine = whole("qwen3_30b_a3b"), Machine.build(instance("trn2.3xlarge"))
     long = Serving(prompt=2048, context=16384, batch=8, expert_format="bf16")
     short = Serving(prompt=2048, context=3072, batch=8, expert_format="bf16")
-    slow, fast = (best_first(serving_layouts(model, machine, each)[0], "tpot")[0]
-                  for each in (long, short))  # fmt: skip
+    slow, fast = (
+        best_first(serving_layouts(model, machine, each)[0], "tpot")[0] for each in (long, short)
+    )
     assert slow.tpot_ms > fast.tpot_ms
     assert slow.max_batch < fast.max_batch
 
@@ -123,9 +134,11 @@ def test_cache_and_fit_are_those_of_a_compiled_deployment(name: str) -> None:
 
     def found(batch: int) -> list[ServingTimes]:
         serving = Serving(
-            prompt=deployment.buckets[-1].tokens, context=deployment.max_length, batch=batch,
+            prompt=deployment.buckets[-1].tokens,
+            context=deployment.max_length,
+            batch=batch,
             expert_format=deployment.quantization,
-        )  # fmt: skip
+        )
         layouts, _ = serving_layouts(planned, deployment.machine, serving)
         ranks = (deployment.tp, deployment.ep, 1)
         return [each for each in layouts if (each.tp, each.ep, each.dp) == ranks]

@@ -75,8 +75,10 @@ def exercise(rank: int) -> list[str]:
     check("all_gather_rows", rows[:, 0].tolist() == [0, 0, 0, 2, 3, 3])
     part = reduce_scatter_rows(group, torch.arange(6.0).unsqueeze(1), lengths)
     start = sum(lengths[:rank])
-    check("reduce_scatter_rows",
-          part[:, 0].tolist() == [4.0 * (start + i) for i in range(lengths[rank])])  # fmt: skip
+    check(
+        "reduce_scatter_rows",
+        part[:, 0].tolist() == [4.0 * (start + i) for i in range(lengths[rank])],
+    )
     uneven = group.all_to_all(torch.full((rank * 4, 1), float(rank)), [rank] * 4, [0, 1, 2, 3])
     check("uneven all_to_all", uneven[:, 0].tolist() == [1, 2, 2, 3, 3, 3])
 

@@ -273,8 +273,15 @@ def test_the_default_grid_covers_what_it_claims() -> None:
 def test_the_whole_grid_equals_one_process(run_ranks: Any, size: int) -> None:
     cases = [
         Case(
-            tp=tp, ep=ep, sp=sp, strategy=strategy, router=router, shared=shared, masked=masked,
-            batch=batch, seq=seq,
+            tp=tp,
+            ep=ep,
+            sp=sp,
+            strategy=strategy,
+            router=router,
+            shared=shared,
+            masked=masked,
+            batch=batch,
+            seq=seq,
         )
         for (tp, ep), strategy, sp, router, shared, masked, (batch, seq) in itertools.product(
             products(size),
@@ -285,7 +292,7 @@ def test_the_whole_grid_equals_one_process(run_ranks: Any, size: int) -> None:
             (False, True),
             ((1, 1), (5, 1), (2, 8), (1, 13), (2, 40)),
         )
-    ]  # fmt: skip
+    ]
     results = run_ranks(size, lambda rank: run_cases(cases, rank), timeout_s=3000.0)
     assert [problem for problems in results for problem in problems] == []
 

@@ -21,9 +21,11 @@ CASES: dict[str, tuple[ParallelConfig, dict[str, Any] | None, str]] = {
     "tp2-shared": (ParallelConfig(tp=2), SHARED, "nki.decode_layer"),
     "ep4-all-to-all": (ParallelConfig(ep=4, strategy="all_to_all"), None, "nki.decode_moe"),
     "ep2-decode-tp2": (
-        ParallelConfig(ep=2, decode_moe_tp=2, decode_moe_ep=1), None, "nki.decode_layer"
+        ParallelConfig(ep=2, decode_moe_tp=2, decode_moe_ep=1),
+        None,
+        "nki.decode_layer",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

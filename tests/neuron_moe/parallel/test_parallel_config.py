@@ -107,9 +107,13 @@ def test_nxd_names_mean_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("name", "lnc", "ranks"),
-    [("trn2.3xlarge", 2, 4), ("trn2.3xlarge", 1, 8), ("trn2.48xlarge", 2, 64),
-     ("trn2.48xlarge", 1, 128)],
-)  # fmt: skip
+    [
+        ("trn2.3xlarge", 2, 4),
+        ("trn2.3xlarge", 1, 8),
+        ("trn2.48xlarge", 2, 64),
+        ("trn2.48xlarge", 1, 128),
+    ],
+)
 def test_every_power_of_two_fits_the_instance(name: str, lnc: int, ranks: int) -> None:
     assert INSTANCES[name].logical_cores(lnc) == ranks
     for tp in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -237,8 +241,11 @@ def test_shuffling_needs_groups_of_its_size() -> None:
 
 def test_sequences_of_one_token_are_decoded() -> None:
     assert [_phase_of(*sizes) for sizes in ((4, 4), (8, 4), (1, 1), (0, 0))] == [
-        "decode", "prefill", "decode", "prefill",
-    ]  # fmt: skip
+        "decode",
+        "prefill",
+        "decode",
+        "prefill",
+    ]
 
 
 def test_tokens_are_parts_of_sequences_only_where_that_is_said() -> None:

@@ -96,8 +96,9 @@ def test_matmul_cycles_take_the_better_operand_as_stationary() -> None:
 
 
 def test_collective_times_follow_their_coefficients() -> None:
-    base, rate = (COEFFICIENTS[name].value for name in
-                  ("collective_base_ns", "collective_bytes_per_ns"))  # fmt: skip
+    base, rate = (
+        COEFFICIENTS[name].value for name in ("collective_base_ns", "collective_bytes_per_ns")
+    )
     assert TRN2.gather_ns(1e6, 1) == 0.0
     assert TRN2.gather_ns(1e6, 64) == pytest.approx(base + 1e6 * 63 / 64 / rate)
     four = Machine.build(INSTANCES["trn2u.48xlarge"], nodes=4)
@@ -194,11 +195,16 @@ def test_a_config_without_experts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("kv_lora_rank", {}), ("head_dim", {"a": 1}), ("num_attention_heads", 2.5),
-        ("moe_intermediate_size", True), ("n_shared_experts", -1), ("vocab_size", 10**400),
-        ("quantization_config", -1), ("first_k_dense_replace", "3"),
+        ("kv_lora_rank", {}),
+        ("head_dim", {"a": 1}),
+        ("num_attention_heads", 2.5),
+        ("moe_intermediate_size", True),
+        ("n_shared_experts", -1),
+        ("vocab_size", 10**400),
+        ("quantization_config", -1),
+        ("first_k_dense_replace", "3"),
     ],
-)  # fmt: skip
+)
 def test_a_size_that_is_no_whole_number_is_named(key: str, value: object) -> None:
     config = load_config("deepseek_v3") | {key: value}
     if key == "head_dim":

@@ -159,12 +159,15 @@ def test_sockets_carry_what_the_counter_says(run_ranks: Any) -> None:
         found = {}
         for name, call, wanted in (
             ("all_gather", lambda: groups.model.all_gather(x), 3 * x.nbytes),
-            ("all_to_all", lambda: groups.model.all_to_all(x, [rows // 4] * 4, [rows // 4] * 4),
-             3 * x.nbytes // 4),
+            (
+                "all_to_all",
+                lambda: groups.model.all_to_all(x, [rows // 4] * 4, [rows // 4] * 4),
+                3 * x.nbytes // 4,
+            ),
             # gloo reduces everything everywhere and keeps a part: twice what is needed.
             ("reduce_scatter", lambda: groups.model.reduce_scatter(x), 2 * 3 * x.nbytes // 4),
             ("all_reduce", lambda: groups.model.all_reduce(x), 6 * x.nbytes // 4),
-        ):  # fmt: skip
+        ):
             dist.barrier()
             before = socket_bytes()
             call()

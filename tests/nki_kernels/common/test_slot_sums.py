@@ -28,10 +28,14 @@ def test_the_estimate_is_about_the_simulated_time(name: str) -> None:
     slot_of_pair = np.arange(T * K, dtype=np.int32).reshape(T, K)
     is_here = rng.random((T, K)) < share
     run = nki_sim.run(
-        combine, TensorSpec((P, T * K, H), "bfloat16"), np.where(is_here, slot_of_pair, -1),
-        TensorSpec((T, K), "float32"), CombineDims(nl.bfloat16, share < 1.0), lnc=2,
+        combine,
+        TensorSpec((P, T * K, H), "bfloat16"),
+        np.where(is_here, slot_of_pair, -1),
+        TensorSpec((T, K), "float32"),
+        CombineDims(nl.bfloat16, share < 1.0),
+        lnc=2,
         options=OPTIONS,
-    )  # fmt: skip
+    )
     estimated_ns = sum_ns(T, K, H, P, int(is_here.sum()), 2)
     for _, timeline in corner_timelines(run, CORNERS):
         assert timeline.total_ns / CLOSE <= estimated_ns <= timeline.total_ns * CLOSE

@@ -33,9 +33,13 @@ DTYPES = {
     "float8_e5m2": ml_dtypes.float8_e5m2,
 }
 GPT_OSS: dict[str, Any] = {
-    "activation": "sigmoid", "gates_itself": True, "scale": 1.702, "up_offset": 1.0,
-    "gate_limits": limits(None, 7.0), "up_limits": limits(-7.0, 7.0),
-}  # fmt: skip
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "scale": 1.702,
+    "up_offset": 1.0,
+    "gate_limits": limits(None, 7.0),
+    "up_limits": limits(-7.0, 7.0),
+}
 Records = tuple[ExpertFormula, WeightForm, DecodeRequest]
 
 
@@ -129,9 +133,10 @@ class Decode:
         config = self.config()
         gate_up, down = self.gate_up_codes, self.down_codes
         optional: dict[str, Any] = {
-            "gate_up_bias": self.gate_up_bias, "gate_up_scale": self.gate_up_scale,
+            "gate_up_bias": self.gate_up_bias,
+            "gate_up_scale": self.gate_up_scale,
             "down_scale": self.down_scale,
-        }  # fmt: skip
+        }
         if config.weights.layout == "packed":
             gate_up, down = (
                 pack_gate_up(config, gate_up, *optional.values()),
@@ -140,10 +145,18 @@ class Decode:
             optional = {}
         optional["down_bias"] = self.down_bias if loads_bias(config) else None
         return nki_sim.run(
-            decode_moe, self.hidden_TH, gate_up, down, self.index_TK,
-            self.affinities_TK, np.array([[self.first]], np.int32), config,
-            lnc=config.num_cores, options=sim_options, **optional,
-        )  # fmt: skip
+            decode_moe,
+            self.hidden_TH,
+            gate_up,
+            down,
+            self.index_TK,
+            self.affinities_TK,
+            np.array([[self.first]], np.int32),
+            config,
+            lnc=config.num_cores,
+            options=sim_options,
+            **optional,
+        )
 
     def expected(self) -> Any:
         """Return [T, H] float64, the formula."""
@@ -166,12 +179,14 @@ class Decode:
         formula, _, request = self.records()
         bf16 = torch.bfloat16
         weights = ExpertWeights(
-            torch.from_numpy(self.gate_up).to(bf16), torch.from_numpy(self.down).to(bf16),
+            torch.from_numpy(self.gate_up).to(bf16),
+            torch.from_numpy(self.down).to(bf16),
             None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
-            None if self.down_bias is None
+            None
+            if self.down_bias is None
             else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
             formula,
-        )  # fmt: skip
+        )
         local_TK = self.index_TK - self.first
         is_local = (local_TK >= 0) & (local_TK < self.E)
         given = self.affinities_TK

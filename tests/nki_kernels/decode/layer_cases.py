@@ -35,15 +35,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3": ({"top_k": 8, "renormalize": True}, {}),
     "deepseek": (
         {
-            "top_k": 8, "act_fn": "sigmoid", "has_selection_bias": True, "n_group": 4,
-            "topk_group": 2, "renormalize": True, "routed_scaling_factor": 2.5,
+            "top_k": 8,
+            "act_fn": "sigmoid",
+            "has_selection_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "renormalize": True,
+            "routed_scaling_factor": 2.5,
         },
         {"shared_width": 48},
     ),
     "llama4": ({"top_k": 1, "act_fn": "sigmoid"}, {"scaling": "pre", "shared_width": 96}),
     "qwen2-moe": ({"top_k": 4}, {"shared_width": 80, "has_shared_gate": True}),
     "mixtral": ({"top_k": 2, "renormalize": True}, {}),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -157,18 +162,29 @@ def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> Lay
     vectors = ("norm_weight", "router_bias", "selection_bias", "shared_gate")
     rows = {name: wide[name][0] if name in wide else None for name in vectors}
     layer = LayerArrays(
-        hidden_TH=wide["hidden"], router_weight_NH=wide["router_weight"],
-        gate_up_EH2I=wide["gate_up"], down_EIH=wide["down"],
-        gate_up_bias_E2I=wide.get("gate_up_bias"), down_bias_EH=wide.get("down_bias"),
-        norm_weight_H=rows["norm_weight"], router_bias_N=rows["router_bias"],
-        selection_bias_N=rows["selection_bias"], shared=shared,
-        shared_gate_H=rows["shared_gate"], residual_TH=wide.get("residual"),
-    )  # fmt: skip
+        hidden_TH=wide["hidden"],
+        router_weight_NH=wide["router_weight"],
+        gate_up_EH2I=wide["gate_up"],
+        down_EIH=wide["down"],
+        gate_up_bias_E2I=wide.get("gate_up_bias"),
+        down_bias_EH=wide.get("down_bias"),
+        norm_weight_H=rows["norm_weight"],
+        router_bias_N=rows["router_bias"],
+        selection_bias_N=rows["selection_bias"],
+        shared=shared,
+        shared_gate_H=rows["shared_gate"],
+        residual_TH=wide.get("residual"),
+    )
     formula, _, request = case.records
     return decode_layer_ref(
-        layer, case.router, formula, case.form, first_expert=case.first,
-        scaling=request.scaling, rounds_to=rounds_to,
-    )  # fmt: skip
+        layer,
+        case.router,
+        formula,
+        case.form,
+        first_expert=case.first,
+        scaling=request.scaling,
+        rounds_to=rounds_to,
+    )
 
 
 def operands_of(config: LayerConfig, arrays: dict[str, Array], first: int = 0) -> dict[str, Array]:
@@ -184,8 +200,7 @@ def operands_of(config: LayerConfig, arrays: dict[str, Array], first: int = 0) -
     if "shared_gate" in given:
         given["shared_gate"] = pack_router_weight(arrays["shared_gate"], axis)
     if moe.weights.layout == "packed":
-        extras = [given.pop(name, None) for name in
-                  ("gate_up_bias", "gate_up_scale", "down_scale")]  # fmt: skip
+        extras = [given.pop(name, None) for name in ("gate_up_bias", "gate_up_scale", "down_scale")]
         given["gate_up"] = pack_gate_up(moe, arrays["gate_up"], *extras)
         bias = None if loads_bias(moe) else given.pop("down_bias", None)
         given["down"] = pack_down(moe, arrays["down"], bias)
@@ -198,12 +213,17 @@ def run(
     """Run the kernel on its operands by name."""
     given = dict(operands)
     check_decode_layer(config, given)
-    first = [given.pop(name) for name in
-             ("hidden", "router_weight", "gate_up", "down", "first_expert")]  # fmt: skip
+    first = [
+        given.pop(name) for name in ("hidden", "router_weight", "gate_up", "down", "first_expert")
+    ]
     return nki_sim.run(
-        decode_layer, *first, config, lnc=config.moe.num_cores, options=options or SimOptions(),
+        decode_layer,
+        *first,
+        config,
+        lnc=config.moe.num_cores,
+        options=options or SimOptions(),
         **given,
-    )  # fmt: skip
+    )
 
 
 def run_case(case: Case, arrays: dict[str, Array]) -> Array:

@@ -63,20 +63,32 @@ class MxDecode(Decode):
         config = self.config()
         options = replace(sim_options or nki_sim.SimOptions(), target="trn3")
         return nki_sim.run(
-            decode_moe, self.hidden_TH,
+            decode_moe,
+            self.hidden_TH,
             pack_mx_gate_up(mx_form(config), *self.in_words[:2], self.gate_up_bias),
-            pack_mx_down(mx_form(config), *self.out_words[:2]), self.index_TK, self.affinities_TK,
-            np.array([[self.first]], np.int32), config, lnc=config.num_cores, options=options,
+            pack_mx_down(mx_form(config), *self.out_words[:2]),
+            self.index_TK,
+            self.affinities_TK,
+            np.array([[self.first]], np.int32),
+            config,
+            lnc=config.num_cores,
+            options=options,
             down_bias=self.down_bias,
-        )  # fmt: skip
+        )
 
     def quantized(self) -> Any:
         """Return [T, H] float64, the formula with activations in words where the kernel does it."""
         has = self.gate_up_bias is not None
         formula, _, request = self.records()
         return decode_moe_ref(
-            self.hidden_TH.astype(np.float64), self.gate_up, self.down, self.index_TK - self.first,
-            self.affinities_TK.astype(np.float64), formula, scaling=request.scaling,
+            self.hidden_TH.astype(np.float64),
+            self.gate_up,
+            self.down,
+            self.index_TK - self.first,
+            self.affinities_TK.astype(np.float64),
+            formula,
+            scaling=request.scaling,
             gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
-            down_bias_EH=self.down_bias.astype(np.float64) if has else None, in_words=True,
-        )  # fmt: skip
+            down_bias_EH=self.down_bias.astype(np.float64) if has else None,
+            in_words=True,
+        )

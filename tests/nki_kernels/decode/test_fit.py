@@ -67,9 +67,18 @@ def simulated_us(config: DecodeConfig, routing: str) -> float:
     index = choose_experts(routing, T, E, K, np.random.default_rng(1))
     affinities = np.full((T, K), 1.0 / K, np.float32)
     run = nki_sim.run(
-        decode_moe, TensorSpec((T, H), "bfloat16"), gate_up, down, index, affinities,
-        np.zeros((1, 1), np.int32), config, lnc=2, options=SimOptions(mode="indices"), **optional,
-    )  # fmt: skip
+        decode_moe,
+        TensorSpec((T, H), "bfloat16"),
+        gate_up,
+        down,
+        index,
+        affinities,
+        np.zeros((1, 1), np.int32),
+        config,
+        lnc=2,
+        options=SimOptions(mode="indices"),
+        **optional,
+    )
     return float(run.timeline.total_us)
 
 

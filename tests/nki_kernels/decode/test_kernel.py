@@ -56,11 +56,22 @@ CASES = {
     ),
     "T6-H128-I64-E1-K1-all": Decode(6, 128, 64, 1, 1, options=ALL),
     "T6-H128-I64-E8-K2-pre-clamps-without-0": Decode(
-        6, 128, 64, 8, 2,
+        6,
+        128,
+        64,
+        8,
+        2,
         options={"scaling": "pre", "gate_limits": limits(0.5, None), "up_offset": 1.0, **SELECTIVE},
     ),
     "T33-H192-I60-E3-K2-pre-gpt-oss": Decode(
-        33, 192, 60, 3, 2, ranks=2, rank=1, has_bias=True,
+        33,
+        192,
+        60,
+        3,
+        2,
+        ranks=2,
+        rank=1,
+        has_bias=True,
         options={**GPT_OSS, "scaling": "pre", **SELECTIVE},
     ),
     "T64-H256-I40-E21-K8": Decode(64, 256, 40, 21, 8, options=SELECTIVE),
@@ -82,7 +93,7 @@ CASES = {
     "T7-H128-I64-E4-K2-bfloat16": Decode(
         7, 128, 64, 4, 2, options={"output_dtype": "bfloat16", **SELECTIVE}
     ),
-}  # fmt: skip
+}
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts", "no-hit")
 
 
@@ -128,9 +139,10 @@ def test_a_hidden_axis_of_32768_with_biases_fits(mode: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("T", "H", "I", "parts"), [(64, 7168, 128, 0), (85, 5376, 64, 0), (85, 4096, 512, 2)],
+    ("T", "H", "I", "parts"),
+    [(64, 7168, 128, 0), (85, 5376, 64, 0), (85, 4096, 512, 2)],
     ids=["just-room", "no-room", "parts"],
-)  # fmt: skip
+)
 def test_scales_of_inputs_lie_beside_columns_where_there_is_room(
     T: int,
     H: int,
@@ -233,13 +245,28 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
 
 
 # T, H, I, E, K, experts of all ranks, cores: the least, the largest, and what lies just outside.
-REACHED = [(1, 64, 1, 1, 1, 1, 1), (256, 64, 1, 1, 1, 1, 2), (1, 80, 1, 1, 1, 1, 2),
-           (1, 64, 1, 512, 1, 512, 2), (1, 64, 1, 1, 16, 16, 2)]  # fmt: skip
-PAST = [(0, 64, 1, 1, 1, 1, 1), (257, 64, 1, 1, 1, 1, 1), (1, 48, 1, 1, 1, 1, 1),
-        (1, 72, 1, 1, 1, 1, 1), (1, 64, 0, 1, 1, 1, 1), (1, 64, 1, 0, 1, 1, 1),
-        (1, 64, 1, 513, 1, 513, 1), (1, 64, 1, 2, 1, 1, 1), (1, 64, 1, 1, 0, 1, 1),
-        (1, 64, 1, 1, 2, 1, 1), (1, 64, 1, 1, 17, 17, 1), (1, 64, 1, 1, 1, 1, 0),
-        (1, 64, 1, 1, 1, 1, 3)]  # fmt: skip
+REACHED = [
+    (1, 64, 1, 1, 1, 1, 1),
+    (256, 64, 1, 1, 1, 1, 2),
+    (1, 80, 1, 1, 1, 1, 2),
+    (1, 64, 1, 512, 1, 512, 2),
+    (1, 64, 1, 1, 16, 16, 2),
+]
+PAST = [
+    (0, 64, 1, 1, 1, 1, 1),
+    (257, 64, 1, 1, 1, 1, 1),
+    (1, 48, 1, 1, 1, 1, 1),
+    (1, 72, 1, 1, 1, 1, 1),
+    (1, 64, 0, 1, 1, 1, 1),
+    (1, 64, 1, 0, 1, 1, 1),
+    (1, 64, 1, 513, 1, 513, 1),
+    (1, 64, 1, 2, 1, 1, 1),
+    (1, 64, 1, 1, 0, 1, 1),
+    (1, 64, 1, 1, 2, 1, 1),
+    (1, 64, 1, 1, 17, 17, 1),
+    (1, 64, 1, 1, 1, 1, 0),
+    (1, 64, 1, 1, 1, 1, 3),
+]
 
 
 @pytest.mark.parametrize("sizes", REACHED)
@@ -265,7 +292,12 @@ PLANS = {
     "eight-weight-buffers-all": Decode(9, 128, 64, 23, 2, options={**ALL, "weight_buffers": 8}),
     "intermediate": Decode(6, 128, 96, 7, 2, options={**SELECTIVE, "shard": "intermediate"}),
     "intermediate-one-token": Decode(
-        1, 192, 120, 7, 3, has_bias=True,
+        1,
+        192,
+        120,
+        7,
+        3,
+        has_bias=True,
         options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "weight_buffers": 4},
     ),
     "intermediate-all": Decode(
@@ -279,7 +311,12 @@ PLANS = {
         20, 128, 64, 15, 2, num_cores=1, options={**SELECTIVE, "weight_buffers": 4}
     ),
     "trips-of-four-e4m3-channel": Decode(
-        20, 128, 64, 13, 2, num_cores=1,
+        20,
+        128,
+        64,
+        13,
+        2,
+        num_cores=1,
         options={**E4M3, "down_scale": "channel", **SELECTIVE, "weight_buffers": 4},
     ),
     "trips-of-four-all": Decode(9, 128, 64, 21, 2, options={**ALL, "weight_buffers": 4}),
@@ -308,14 +345,28 @@ PLANS = {
         6, 256, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate", "chunks": 2, "parts": 2}
     ),
     "parts-all-e4m3-channel": Decode(
-        20, 256, 256, 5, 2,
+        20,
+        256,
+        256,
+        5,
+        2,
         options={**E4M3, "down_scale": "channel", **ALL, "chunks": 1, "parts": 2},
     ),
     "parts-e5m2-expert-pre": Decode(
-        20, 512, 512, 5, 2, has_bias=True,
+        20,
+        512,
+        512,
+        5,
+        2,
+        has_bias=True,
         options={
-            **GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE,
-            "chunks": 1, "parts": 4,
+            **GPT_OSS,
+            **E5M2,
+            "down_scale": "expert",
+            "scaling": "pre",
+            **SELECTIVE,
+            "chunks": 1,
+            "parts": 4,
         },
     ),
     "parts-sums-in-sbuf": Decode(
@@ -328,14 +379,24 @@ PLANS = {
         20, 704, 140, 3, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **ALL}
     ),
     "e5m2-expert": Decode(
-        20, 192, 60, 5, 2, has_bias=True,
+        20,
+        192,
+        60,
+        5,
+        2,
+        has_bias=True,
         options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
     ),
     "e5m2-expert-T200-pre": Decode(
-        200, 192, 60, 3, 2, has_bias=True,
+        200,
+        192,
+        60,
+        3,
+        2,
+        has_bias=True,
         options={**GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE},
     ),
-}  # fmt: skip
+}
 PACKED = {
     "T4-e4m3-channel-more-chunks-than-weight-buffers": Decode(
         4, 256, 1024, 4, 2, options={**E4M3, "down_scale": "channel"}
@@ -360,14 +421,19 @@ PACKED = {
         20, 256, 150, 5, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
     ),
     "T20-e5m2-expert": Decode(
-        20, 192, 45, 5, 2, has_bias=True,
+        20,
+        192,
+        45,
+        5,
+        2,
+        has_bias=True,
         options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
     ),
     "T130-e5m2-expert-all": Decode(
         130, 256, 256, 5, 2, options={**E5M2, "down_scale": "expert", **ALL}
     ),
     "T40-intermediate": Decode(40, 128, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(PLANS))
@@ -414,7 +480,7 @@ ROWS = {
     ),
     "T80-intermediate": Decode(80, 128, 256, 5, 2, options={**ALL, "shard": "intermediate"}),
     "T66-one-expert": Decode(66, 256, 128, 4, 1, routing="one-expert", options=SELECTIVE),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", ["ehi", "packed"])
@@ -471,9 +537,15 @@ def test_mxfp4_weights_run_as_float8_without_loss(scope: str, layout: str) -> No
 
 
 CLAMPS = {
-    (None, 7.0): False, (None, 0.5): False, (None, 0.0): False, (None, -0.5): True,
-    (-2.0, None): False, (0.0, None): False, (0.5, None): True, (-1.0, 1.0): False,
-}  # fmt: skip
+    (None, 7.0): False,
+    (None, 0.5): False,
+    (None, 0.0): False,
+    (None, -0.5): True,
+    (-2.0, None): False,
+    (0.0, None): False,
+    (0.5, None): True,
+    (-1.0, 1.0): False,
+}
 
 
 @pytest.mark.parametrize("clamps", CLAMPS)

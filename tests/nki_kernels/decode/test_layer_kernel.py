@@ -50,9 +50,11 @@ from tests.tolerances import rms_error
 PACKED: dict[str, Any] = {"layout": "packed"}
 E4M3: dict[str, Any] = {"format": "float8_e4m3", "has_scales": True}
 CASES = {
-    **{f"{family}-T{T}": Case(family, T)
-       for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
-       for T in (1, 4, 16)},
+    **{
+        f"{family}-T{T}": Case(family, T)
+        for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
+        for T in (1, 4, 16)
+    },
     "gpt-oss-T2": Case("gpt-oss", 2, N=23, E=23),
     "qwen3-T64": Case("qwen3", 64, N=24, E=6, first=12),
     "deepseek-T128": Case("deepseek", 128, N=32, E=8, first=8),
@@ -100,7 +102,8 @@ CASES = {
         "gpt-oss", 1, options={**E4M3, **PACKED, "down_scale": "channel", "has_down_bias": True}
     ),
     "e5m2-packed": Case(
-        "gpt-oss", 20,
+        "gpt-oss",
+        20,
         options={**E4M3, **PACKED, "format": "float8_e5m2", "down_scale": "expert"},
     ),
     "rows": Case("qwen2-moe", 100, options={"has_residual": True}),
@@ -108,7 +111,7 @@ CASES = {
     "rows-one-core": Case("llama4", 65, num_cores=1, options={"has_residual": True}),
     "turned-beside-shared": Case("qwen2-moe", 70, options={**E4M3, "down_scale": "channel"}),
     "one-core": Case("qwen2-moe", 11, num_cores=1, options={"has_residual": True}),
-}  # fmt: skip
+}
 ORDERS = {
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.3, seed=2),
@@ -151,19 +154,28 @@ def layers(draw_from: st.DrawFn) -> Case:
     N = pick(16, 24, 32, 40)
     first = draw_from(st.integers(0, N - 1))
     options: dict[str, Any] = {
-        "layout": pick("ehi", "packed"), "mode": pick("selective", "all"),
+        "layout": pick("ehi", "packed"),
+        "mode": pick("selective", "all"),
         "has_residual": pick(False, True),
-    }  # fmt: skip
+    }
     num_cores = pick(1, 2, 2)
     if pick(False, True):
         options["shared_width"] = pick(16, 45, 128, 200)
     if pick(False, False, True):
         options |= {**E4M3, "down_scale": pick("channel", "expert")}
     return Case(
-        family, pick(1, 2, 5, 9, 33, 129), N, draw_from(st.integers(1, N - first)), first,
-        H=pick(64, 144, 320), I=pick(24, 100, 300), router_dtype=pick(BF16, np.float32),
-        has_norm=pick(True, True, False), num_cores=num_cores, options=options,
-    )  # fmt: skip
+        family,
+        pick(1, 2, 5, 9, 33, 129),
+        N,
+        draw_from(st.integers(1, N - first)),
+        first,
+        H=pick(64, 144, 320),
+        I=pick(24, 100, 300),
+        router_dtype=pick(BF16, np.float32),
+        has_norm=pick(True, True, False),
+        num_cores=num_cores,
+        options=options,
+    )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -257,10 +269,15 @@ def test_the_residual_may_be_the_input() -> None:
 # The layer of neuron_moe.
 
 GPT_OSS: dict[str, Any] = {
-    "hidden_act": "sigmoid", "glu_type": "swiglu", "hidden_act_scaling_factor": 1.702,
-    "hidden_act_bias": 1.0, "gate_clamp_upper_limit": 7.0, "up_clamp_upper_limit": 7.0,
-    "up_clamp_lower_limit": -7.0, "bias": True,
-}  # fmt: skip
+    "hidden_act": "sigmoid",
+    "glu_type": "swiglu",
+    "hidden_act_scaling_factor": 1.702,
+    "hidden_act_bias": 1.0,
+    "gate_clamp_upper_limit": 7.0,
+    "up_clamp_upper_limit": 7.0,
+    "up_clamp_lower_limit": -7.0,
+    "bias": True,
+}
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", GPT_OSS),
     "qwen3": ("qwen3", {"hidden_act": "silu"}),
@@ -275,14 +292,25 @@ def router_of(case: Case) -> Router:
     N, H, formula = case.N, case.H, case.router
     if formula.n_group > 1:
         return GroupLimitedRouter(
-            N, formula.top_k, H, formula.n_group, formula.topk_group, renormalize=True,
-            routed_scaling_factor=formula.routed_scaling_factor, dtype=torch.bfloat16,
-        )  # fmt: skip
+            N,
+            formula.top_k,
+            H,
+            formula.n_group,
+            formula.topk_group,
+            renormalize=True,
+            routed_scaling_factor=formula.routed_scaling_factor,
+            dtype=torch.bfloat16,
+        )
     return RouterTopK(
-        N, formula.top_k, H, act_fn=formula.act_fn, bias=formula.has_bias,
-        apply_act_fn_over_topk=formula.act_over_topk, renormalize=formula.renormalize,
+        N,
+        formula.top_k,
+        H,
+        act_fn=formula.act_fn,
+        bias=formula.has_bias,
+        apply_act_fn_over_topk=formula.act_over_topk,
+        renormalize=formula.renormalize,
         dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
 
 
 def layer_of(case: Case, mlp: dict[str, Any]) -> MoE:
@@ -294,9 +322,13 @@ def layer_of(case: Case, mlp: dict[str, Any]) -> MoE:
         is_gated = case.settings.get("has_shared_gate", False)
         shared = SharedExperts(case.H, width, 1, "silu", torch.bfloat16, is_gated=is_gated)
     routed = RoutedExpertsMLPOpsConfig(
-        num_experts=case.N, top_k=case.router.top_k, hidden_size=case.H,
-        intermediate_size=case.I, glu_mlp=True, **mlp,
-    )  # fmt: skip
+        num_experts=case.N,
+        top_k=case.router.top_k,
+        hidden_size=case.H,
+        intermediate_size=case.I,
+        glu_mlp=True,
+        **mlp,
+    )
     experts = ExpertMLPsV2(routed, dtype=torch.bfloat16)
     layer = MoE(router_of(case), experts, shared, RMSNorm(case.H, 1e-5, torch.bfloat16)).eval()
     with torch.no_grad():
@@ -362,11 +394,13 @@ SIZES = DecodeSizes(T=4, H=128, I=32, E=8, K=2, num_experts=8)
 ROUTER = RouterFormula(top_k=2, has_bias=True)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "router-dtype": (
-        {"form": LayerForm(router_dtype="float16")}, "router_dtype='float16': must be one of",
+        {"form": LayerForm(router_dtype="float16")},
+        "router_dtype='float16': must be one of",
     ),
     "negative-width": ({"form": LayerForm(shared_width=-1)}, "shared_width=-1"),
     "gate-of-nothing": (
-        {"form": LayerForm(has_shared_gate=True)}, "has_shared_gate=True: there are no shared",
+        {"form": LayerForm(has_shared_gate=True)},
+        "has_shared_gate=True: there are no shared",
     ),
     "top-k": ({"router": RouterFormula(top_k=9)}, "top_k=9"),
     "choices": ({"router": RouterFormula(top_k=3)}, "K=2: must be top_k=3 of the router"),
@@ -376,7 +410,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"form": LayerForm(shared_width=64, shared_formula=ExpertFormula("leaky_relu"))},
         "activation='leaky_relu'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -401,13 +435,21 @@ def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
     terms = FAMILIES["deepseek"][0] if N == 256 else {"top_k": 16, "has_bias": True}
     router = RouterFormula(**terms)
     form = LayerForm(
-        has_norm=True, router_dtype=dtype, shared_width=width, has_shared_gate=True,
-        has_residual=True, has_padding=True,
-    )  # fmt: skip
+        has_norm=True,
+        router_dtype=dtype,
+        shared_width=width,
+        has_shared_gate=True,
+        has_residual=True,
+        has_padding=True,
+    )
     config = make_layer_config(
-        DecodeSizes(T, H, I, E, router.top_k, N), router, ExpertFormula(), form,
-        WeightForm(layout=layout), DecodeRequest(mode="all"),
-    )  # fmt: skip
+        DecodeSizes(T, H, I, E, router.top_k, N),
+        router,
+        ExpertFormula(),
+        form,
+        WeightForm(layout=layout),
+        DecodeRequest(mode="all"),
+    )
     operands: dict[str, Any] = {
         operand: TensorSpec(shape, dtypes[0])
         for operand, (shape, dtypes) in expected_operands(config).items()

@@ -51,7 +51,7 @@ CASES = {
     "T6-H128-I1100-E4-K2-intermediate": MxDecode(
         6, 128, 1100, 4, 2, options={**FOUR, "shard": "intermediate", **SELECTIVE}
     ),
-}  # fmt: skip
+}
 
 
 def check(problem: MxDecode, options: SimOptions | None = None) -> np.ndarray[Any, Any]:

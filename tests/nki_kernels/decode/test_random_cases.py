@@ -28,9 +28,14 @@ from tests.nki_kernels.traces import measured_cost
 
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside
 FORMULAS: tuple[dict[str, Any], ...] = (
-    {}, {}, GPT_OSS, {"activation": "gelu"}, {"activation": "relu", "has_gate": False},
-    {"gate_limits": limits(0.25, None), "up_offset": 1.0}, {"activation": "silu", "scale": 1.5},
-)  # fmt: skip
+    {},
+    {},
+    GPT_OSS,
+    {"activation": "gelu"},
+    {"activation": "relu", "has_gate": False},
+    {"gate_limits": limits(0.25, None), "up_offset": 1.0},
+    {"activation": "silu", "scale": 1.5},
+)
 
 
 def drawn(rng: random.Random) -> Decode:
@@ -46,20 +51,29 @@ def drawn(rng: random.Random) -> Decode:
             "sums": rng.choice(("auto", "auto", "sbuf")),
             "loops": rng.choice(("dynamic", "dynamic", "unrolled")),
             "missing": rng.choice(("skip", "skip", "spare")),
-            "chunks": rng.choice((0, 0, 1, 2, 4)), "parts": rng.choice((0, 0, 1, 2, 4)),
+            "chunks": rng.choice((0, 0, 1, 2, 4)),
+            "parts": rng.choice((0, 0, 1, 2, 4)),
             "weight_buffers": rng.choice((0, 0, 1, 2, 4)),
-        } | rng.choice(FORMULAS)  # fmt: skip
+        } | rng.choice(FORMULAS)
         if options["format"] != "bfloat16" and rng.random() < 0.7:
             # A scale of an expert is any power of two, and float8_e4m3 has few.
             scales = ("channel", "none", "none" if options["format"] == "float8_e4m3" else "expert")
             options |= {"has_scales": True, "down_scale": rng.choice(scales)}
         E, ranks = rng.choice((1, 2, 3, 5, 8)), rng.choice((1, 1, 2, 3))
         case = Decode(
-            rng.choice((1, 1, 2, 3, 8, 17, 64, 100, 130)), rng.choice((64, 128, 192, 320, 512)),
-            rng.choice((8, 20, 60, 64, 130, 256)), E, rng.randint(1, min(4, E * ranks)), ranks,
-            rng.randrange(ranks), rng.choice(ROUTINGS if ranks > 1 else ROUTINGS[:-1]),
-            rng.random() < 0.4, rng.choice((1, 2, 2)), options, rng.randrange(99),
-        )  # fmt: skip
+            rng.choice((1, 1, 2, 3, 8, 17, 64, 100, 130)),
+            rng.choice((64, 128, 192, 320, 512)),
+            rng.choice((8, 20, 60, 64, 130, 256)),
+            E,
+            rng.randint(1, min(4, E * ranks)),
+            ranks,
+            rng.randrange(ranks),
+            rng.choice(ROUTINGS if ranks > 1 else ROUTINGS[:-1]),
+            rng.random() < 0.4,
+            rng.choice((1, 2, 2)),
+            options,
+            rng.randrange(99),
+        )
         if is_taken(case):
             return case
 
@@ -83,23 +97,32 @@ def drawn_layer(rng: random.Random) -> Case:
         N, returns = rng.choice((16, 24, 32, 40)), rng.random() < 0.5
         first = rng.randrange(N)
         options: dict[str, Any] = {
-            "layout": rng.choice(("ehi", "packed")), "has_residual": rng.random() < 0.5,
-            "mode": rng.choice(("auto", "selective", "all")), "returns_routing": returns,
+            "layout": rng.choice(("ehi", "packed")),
+            "has_residual": rng.random() < 0.5,
+            "mode": rng.choice(("auto", "selective", "all")),
+            "returns_routing": returns,
             "shared_width": rng.choice((0, 0, 16, 45, 128, 200)),
             "output_dtype": rng.choice(("float32", "bfloat16")),
             "sums": rng.choice(("auto", "auto", "sbuf")),
             "loops": rng.choice(("dynamic", "dynamic", "unrolled")),
             "missing": rng.choice(("skip", "skip", "spare")),
-        }  # fmt: skip
+        }
         options["has_shared_gate"] = options["shared_width"] > 0 and rng.random() < 0.5
         if rng.random() < 0.3:
             options |= {**E4M3, "down_scale": rng.choice(("channel", "expert"))}
         case = Case(
-            rng.choice(list(FAMILIES)), rng.choice((1, 1, 2, 5, 9, 33, 100, 129, 200)), N,
-            rng.randint(1, N - first), first, rng.choice((64, 128, 144, 320, 512)),
-            rng.choice((8, 24, 100, 300)), rng.choice((BF16, np.float32)), rng.random() < 0.7,
-            rng.choice((1, 2, 2)), options,
-        )  # fmt: skip
+            rng.choice(list(FAMILIES)),
+            rng.choice((1, 1, 2, 5, 9, 33, 100, 129, 200)),
+            N,
+            rng.randint(1, N - first),
+            first,
+            rng.choice((64, 128, 144, 320, 512)),
+            rng.choice((8, 24, 100, 300)),
+            rng.choice((BF16, np.float32)),
+            rng.random() < 0.7,
+            rng.choice((1, 2, 2)),
+            options,
+        )
         if is_taken(case):
             return case
 

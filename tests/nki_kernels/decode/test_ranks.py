@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[RankSum, str]] = {
         RankSum("reduce_scatter", ((0, 1, 2),)),
         "T=4: 3 ranks cannot share 4 rows evenly. Pad the tokens, or use all_reduce",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -81,11 +81,16 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "llama4": {"top_k": 1, "act_fn": "sigmoid"},
     "qwen3-moe": {"top_k": 8, "renormalize": True},
     "deepseek": {
-        "top_k": 8, "act_fn": "sigmoid", "has_selection_bias": True, "n_group": 4,
-        "topk_group": 2, "renormalize": True, "routed_scaling_factor": 2.5,
+        "top_k": 8,
+        "act_fn": "sigmoid",
+        "has_selection_bias": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "renormalize": True,
+        "routed_scaling_factor": 2.5,
     },
     "16-of-40": {"top_k": 16, "has_bias": True},
-}  # fmt: skip
+}
 # name: (T, H, E, router dtype, formula); H of 320 has no equal tiles, 192 and 576 have
 CASES: dict[str, tuple[int, int, int, Any, str]] = {
     "one-token": (1, 576, 128, BF16, "gpt-oss"),
@@ -122,10 +127,18 @@ def run_stages(
     hidden, norm, weight, bias, selection_bias, gate = arrays
     axis = tile_axis(hidden.shape[1])
     outputs = nki_sim.run(
-        norm_and_route, hidden, norm, pack_router_weight(weight, axis, num_parts), bias,
-        selection_bias, pack_router_weight(gate, axis), formula, axis, lnc=2,
+        norm_and_route,
+        hidden,
+        norm,
+        pack_router_weight(weight, axis, num_parts),
+        bias,
+        selection_bias,
+        pack_router_weight(gate, axis),
+        formula,
+        axis,
+        lnc=2,
         options=SimOptions(**options),
-    ).outputs  # fmt: skip
+    ).outputs
     turned = outputs[0]
     if axis.is_strided:
         x = turned.transpose(2, 0, 1).reshape(hidden.shape)

@@ -125,9 +125,14 @@ def spread(columns: Any, rows: int, entries: int, width: int) -> Any:
     identity_sb = nl.ndarray((128, 128), nl.float16, buffer=nl.sbuf)
     isa.memset(dst=identity_sb, value=1.0)
     isa.affine_select(
-        dst=identity_sb, pattern=[[1, 128]], offset=0, channel_multiplier=-1,
-        on_true_tile=identity_sb, on_false_value=0.0, cmp_op=nl.equal,
-    )  # fmt: skip
+        dst=identity_sb,
+        pattern=[[1, 128]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=identity_sb,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
     spread_RN = nl.ndarray((rows, entries), nl.uint32, buffer=nl.shared_hbm)
     isa.dma_copy(dst=spread_RN, src=spread_columns(columns_sb, identity_sb, (rows, entries), width))
     return spread_RN

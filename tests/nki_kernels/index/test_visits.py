@@ -52,7 +52,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "balanced-visits-of-3": {"largest_visit": 3},
     "short-tiles": {"block_size": 128, "tells_short": True},
     "short-tiles-of-one-lane": {
-        "block_size": 128, "tells_short": True, "shard_plan": "intermediate", "largest_visit": 2,
+        "block_size": 128,
+        "tells_short": True,
+        "shard_plan": "intermediate",
+        "largest_visit": 2,
     },
     "intermediate": {"shard_plan": "intermediate"},
     "one-core": {"num_cores": 1},
@@ -62,9 +65,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "block": {"shard_plan": "block", "loop_plan": "static"},
     "halves": {"shard_plan": "block", "in_halves": True, "loop_plan": "dynamic"},
     "halves-skip": {
-        "shard_plan": "block", "in_halves": True, "loop_plan": "dynamic", "skip_weights": True,
+        "shard_plan": "block",
+        "in_halves": True,
+        "loop_plan": "dynamic",
+        "skip_weights": True,
     },
-}  # fmt: skip
+}
 
 
 def check(index: np.ndarray, E: int, B: int, options: dict[str, Any]) -> None:

@@ -28,9 +28,19 @@ from tests.nki_kernels.layer.test_kernel import (
 from tests.nki_kernels.traces import measured_cost
 
 NAMES = (
-    "one-tile", "one-token", "one-core", "rank-of-four", "few-here", "room-of-one-core", "groups",
-    "scaled-inputs", "shared-residual-broken", "broken-tokens", "all-broken", "short-tiles-broken",
-)  # fmt: skip
+    "one-tile",
+    "one-token",
+    "one-core",
+    "rank-of-four",
+    "few-here",
+    "room-of-one-core",
+    "groups",
+    "scaled-inputs",
+    "shared-residual-broken",
+    "broken-tokens",
+    "all-broken",
+    "short-tiles-broken",
+)
 
 
 def _given(config: PrefillLayerConfig) -> PrefillLayerConfig:
@@ -46,9 +56,15 @@ def _routed(case: Case, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return affinities, choices in the numbers of this rank, and normalised tokens."""
     config = operands["config"].router
     affinities_TK, index_TK, *normed = nki_sim.run(
-        router_topk, operands["hidden"], operands["router_weight"], None,
-        operands["selection_bias"], operands["norm_weight"], config, lnc=case.num_cores,
-    ).outputs  # fmt: skip
+        router_topk,
+        operands["hidden"],
+        operands["router_weight"],
+        None,
+        operands["selection_bias"],
+        operands["norm_weight"],
+        config,
+        lnc=case.num_cores,
+    ).outputs
     return affinities_TK, index_TK - case.first, normed[0] if normed else operands["hidden"]
 
 
@@ -61,9 +77,13 @@ def _run_given(
     )
     affinities_TK, index_TK, hidden_TH = routed
     given = {
-        **operands, **no_router, "config": _given(operands["config"]), "hidden": hidden_TH,
-        "index": index_TK, "affinities": affinities_TK,
-    }  # fmt: skip
+        **operands,
+        **no_router,
+        "config": _given(operands["config"]),
+        "hidden": hidden_TH,
+        "index": index_TK,
+        "affinities": affinities_TK,
+    }
     options = SimOptions(start_core=order)
     return nki_sim.run(prefill_layer, lnc=case.num_cores, options=options, **given)
 
@@ -128,10 +148,12 @@ def _refused() -> dict[str, tuple[PrefillLayerConfig, str]]:
         "neither": (replace(config, router=None), "given=None"),
         "both": (replace(config, given=GivenChoices(2, 8)), "given=GivenChoices"),
         "returned": (replace(given, returns_routing=True), "returns_routing=True"),
-        "gate": (replace(gated, router=None, given=GivenChoices(2, 8), returns_routing=False),
-                 "has_gate=True"),
+        "gate": (
+            replace(gated, router=None, given=GivenChoices(2, 8), returns_routing=False),
+            "has_gate=True",
+        ),
         "no-spoils": (replace(given, out=replace(given.out, has_spoils=False)), "marks_broken"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["neither", "both", "returned", "gate", "no-spoils"])

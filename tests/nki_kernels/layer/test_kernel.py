@@ -86,13 +86,20 @@ class Case:
         blocks = -(-self.T * self.router.top_k // self.B) + self.E
         work = PrefillWork(self.B, blocks * self.B, self.T, self.num_cores, self.scaling)
         experts = make_config(
-            ExpertFormula(), ExpertSizes(self.H, self.I, self.E), work,
+            ExpertFormula(),
+            ExpertSizes(self.H, self.I, self.E),
+            work,
             PlanRequest(tells_short=self.tells_short),
-        )  # fmt: skip
+        )
         router = RouterConfig(
-            self.router, self.N, self.H, has_norm=self.has_norm, num_cores=self.num_cores,
-            marks_broken=True, has_gate=self.gated,
-        )  # fmt: skip
+            self.router,
+            self.N,
+            self.H,
+            has_norm=self.has_norm,
+            num_cores=self.num_cores,
+            marks_broken=True,
+            has_gate=self.gated,
+        )
         shared = None
         if self.shared:
             sizes = ExpertSizes(self.H, self.shared, 1, self.narrow)
@@ -103,9 +110,13 @@ class Case:
                 request = PlanRequest(weight_parts=self.parts)
                 shared = make_config(ExpertFormula(), sizes, whole, request)
         out = CombineDims(
-            nl.float32, True, has_spoils=True, has_residual=self.has_residual,
-            has_shared=shared is not None, has_gate=self.gated,
-        )  # fmt: skip
+            nl.float32,
+            True,
+            has_spoils=True,
+            has_residual=self.has_residual,
+            has_shared=shared is not None,
+            has_gate=self.gated,
+        )
         dims = BlockDims(self.E, self.B, blocks)
         return PrefillLayerConfig(
             router, dims, visit_dims(experts), experts, out, self.returns_routing, shared
@@ -212,12 +223,17 @@ def operands_of(case: Case, arrays: LayerArrays, config: PrefillLayerConfig) -> 
         return None if vector is None else vector.reshape(1, -1)
 
     return {
-        "hidden": arrays.hidden_TH, "router_weight": arrays.router_weight_NH,
-        "gate_up": arrays.gate_up_EH2I, "down": arrays.down_EIH,
-        "first_expert": np.array([[case.first]], np.int32), "config": config,
-        "norm_weight": row(arrays.norm_weight_H), "selection_bias": row(arrays.selection_bias_N),
-        "residual": arrays.residual_TH, **_shared_operands(arrays, config),
-    }  # fmt: skip
+        "hidden": arrays.hidden_TH,
+        "router_weight": arrays.router_weight_NH,
+        "gate_up": arrays.gate_up_EH2I,
+        "down": arrays.down_EIH,
+        "first_expert": np.array([[case.first]], np.int32),
+        "config": config,
+        "norm_weight": row(arrays.norm_weight_H),
+        "selection_bias": row(arrays.selection_bias_N),
+        "residual": arrays.residual_TH,
+        **_shared_operands(arrays, config),
+    }
 
 
 def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[str, Any]:
@@ -246,25 +262,44 @@ def _expected(case: Case, arrays: LayerArrays) -> Any:
     if arrays.shared is not None:
         wide["shared"] = tuple(matrix.astype(np.float64) for matrix in arrays.shared)
     return decode_layer_ref(
-        LayerArrays(**wide), case.router, ExpertFormula(), LayerForm(case.has_norm),
-        first_expert=case.first, rounds_to=BF16,
+        LayerArrays(**wide),
+        case.router,
+        ExpertFormula(),
+        LayerForm(case.has_norm),
+        first_expert=case.first,
+        rounds_to=BF16,
         scaling="pre" if case.scaling == "pre" else "post",
-    )  # fmt: skip
+    )
 
 
 def vars_of(arrays: LayerArrays) -> dict[str, Any]:
     """Return the fields that a case draws."""
     names = (
-        "hidden_TH", "router_weight_NH", "gate_up_EH2I", "down_EIH", "norm_weight_H",
-        "selection_bias_N", "residual_TH", "shared_gate_H",
-    )  # fmt: skip
+        "hidden_TH",
+        "router_weight_NH",
+        "gate_up_EH2I",
+        "down_EIH",
+        "norm_weight_H",
+        "selection_bias_N",
+        "residual_TH",
+        "shared_gate_H",
+    )
     return {name: getattr(arrays, name) for name in names}
 
 
 LONGER = (
-    "two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core", "gated",
-    "shared-e5m2", "gated-e4m3", "shared-too-wide", "more-experts-than-partitions",
-)  # fmt: skip
+    "two-tiles-a-core",
+    "no-norm",
+    "residual",
+    "groups",
+    "shared",
+    "shared-one-core",
+    "gated",
+    "shared-e5m2",
+    "gated-e4m3",
+    "shared-too-wide",
+    "more-experts-than-partitions",
+)
 
 
 @pytest.mark.parametrize(

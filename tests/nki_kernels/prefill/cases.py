@@ -33,9 +33,13 @@ from tests.nki_kernels.routings import choose_experts
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS: dict[str, Any] = {
-    "activation": "sigmoid", "gates_itself": True, "scale": 1.702, "up_offset": 1.0,
-    "gate_limits": limits(None, 7.0), "up_limits": limits(-7.0, 7.0),
-}  # fmt: skip
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "scale": 1.702,
+    "up_offset": 1.0,
+    "gate_limits": limits(None, 7.0),
+    "up_limits": limits(-7.0, 7.0),
+}
 Records = tuple[ExpertFormula, ExpertSizes, PrefillWork, PlanRequest]
 
 
@@ -116,10 +120,16 @@ class Prefill:
     def records(self) -> Records:
         """Return formula, sizes, work and request."""
         return records(
-            H=self.H, I=self.I, E=self.E, block_size=self.B, num_slots=len(self.slots),
-            num_tokens=self.T, has_gate_up_bias=self.has_bias, has_down_bias=self.has_bias,
+            H=self.H,
+            I=self.I,
+            E=self.E,
+            block_size=self.B,
+            num_slots=len(self.slots),
+            num_tokens=self.T,
+            has_gate_up_bias=self.has_bias,
+            has_down_bias=self.has_bias,
             **self.options,
-        )  # fmt: skip
+        )
 
     def config(self) -> PrefillConfig:
         """Return what the kernel is compiled for; `loop` overrides its choice of buffers."""
@@ -141,9 +151,14 @@ class Prefill:
         named = dict(zip(("hidden", "gate_up", "down", "slots"), operands, strict=True))
         check_blockwise_moe(config, visits, named | optional)
         return nki_sim.run(
-            blockwise_moe, *operands, *visits, config, lnc=config.num_cores, options=sim_options,
+            blockwise_moe,
+            *operands,
+            *visits,
+            config,
+            lnc=config.num_cores,
+            options=sim_options,
             **optional,
-        )  # fmt: skip
+        )
 
     def optional(self, config: PrefillConfig) -> dict[str, Any]:
         """Return the operands that not every configuration has."""
@@ -210,12 +225,14 @@ class Prefill:
         formula = self.records()[0]
         bf16 = torch.bfloat16
         weights = ExpertWeights(
-            torch.from_numpy(self.gate_up).to(bf16), torch.from_numpy(self.down).to(bf16),
+            torch.from_numpy(self.gate_up).to(bf16),
+            torch.from_numpy(self.down).to(bf16),
             None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
-            None if self.down_bias is None
+            None
+            if self.down_bias is None
             else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
             formula,
-        )  # fmt: skip
+        )
         rows = torch.from_numpy(self.hidden_TH.astype(np.float32)[self.slots[live]]).to(bf16)
         expert = np.repeat(self.block_to_expert, self.B)[live]
         scale = self.slot_scale()[live]

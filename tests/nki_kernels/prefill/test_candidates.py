@@ -62,11 +62,16 @@ def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
     work = PrefillWork(candidate.block_size, len(slots), T)
     config = make_config(ExpertFormula(), ExpertSizes(H, I, E), work, candidate.request)
     run = nki_sim.run(
-        blockwise_moe, TensorSpec((T, H), "bfloat16"), TensorSpec((E, H, 2 * I), "bfloat16"),
-        TensorSpec((E, I, H), "bfloat16"), slots,
-        *visits_of(config, slots, mapping.block_to_expert.numpy()), config,
-        lnc=2, options=OPTIONS,
-    )  # fmt: skip
+        blockwise_moe,
+        TensorSpec((T, H), "bfloat16"),
+        TensorSpec((E, H, 2 * I), "bfloat16"),
+        TensorSpec((E, I, H), "bfloat16"),
+        slots,
+        *visits_of(config, slots, mapping.block_to_expert.numpy()),
+        config,
+        lnc=2,
+        options=OPTIONS,
+    )
     times = [timeline.total_us for _, timeline in corner_timelines(run, CORNERS)]
     return math.prod(times) ** (1 / len(times))
 
@@ -93,10 +98,11 @@ def test_the_best_candidate_is_about_the_fastest(name: str) -> None:
 def test_experts_of_five_tiles_get_visits_of_five() -> None:
     def best(num_tokens: int, **search: Any) -> Candidate:
         return best_candidate(
-            ExpertFormula(), ExpertSizes(2048, 192, 8),
+            ExpertFormula(),
+            ExpertSizes(2048, 192, 8),
             Expected(num_tokens=num_tokens, top_k=1, routing=(1.0,) * 8),
             search=Search(block_sizes=(128,), **search),
-        )  # fmt: skip
+        )
 
     five = best(8 * 128 * 5 - 400)
     four = best(8 * 128 * 5 - 400, largest_visits=(4,))
@@ -107,9 +113,11 @@ def test_experts_of_five_tiles_get_visits_of_five() -> None:
 def test_a_tile_of_a_few_rows_is_computed_by_half_where_that_is_faster() -> None:
     shape = H, I, E, T, K = 1024, 1024, 8, 8 * 272, 1  # noqa: E741
     best = best_candidate(
-        ExpertFormula(), ExpertSizes(H, I, E), Expected(num_tokens=T, top_k=K),
+        ExpertFormula(),
+        ExpertSizes(H, I, E),
+        Expected(num_tokens=T, top_k=K),
         search=Search(block_sizes=(128,), shard_plans=("balanced",)),
-    )  # fmt: skip
+    )
     assert best.request.tells_short
     whole = replace(best, request=replace(best.request, tells_short=False))
     assert simulate(shape, best) < 0.97 * simulate(shape, whole)
@@ -161,6 +169,7 @@ def test_room_is_that_of_the_block_mapping(T: int, K: int, E: int, B: int) -> No
 def test_routings_that_say_nothing_are_refused(routing: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         best_candidate(
-            ExpertFormula(), ExpertSizes(512, 128, 4),
+            ExpertFormula(),
+            ExpertSizes(512, 128, 4),
             Expected(num_tokens=64, top_k=1, routing=routing),
-        )  # fmt: skip
+        )

@@ -26,8 +26,15 @@ def test_every_model_fits_at_every_degree(name: str, tp: int) -> None:
     hidden, intermediate, experts = MODELS[name]
     for weight_format in ("bfloat16", "float8_e5m2"):
         config = config_of(
-            H=hidden, I=intermediate // tp, E=experts, block_size=128,
-            num_slots=128 * (256 + experts), num_tokens=8192, weight_format=weight_format,
-            has_gate_up_bias=True, has_down_bias=True, has_scales=weight_format != "bfloat16",
-        )  # fmt: skip
+            H=hidden,
+            I=intermediate // tp,
+            E=experts,
+            block_size=128,
+            num_slots=128 * (256 + experts),
+            num_tokens=8192,
+            weight_format=weight_format,
+            has_gate_up_bias=True,
+            has_down_bias=True,
+            has_scales=weight_format != "bfloat16",
+        )
         assert sbuf_bytes(config) <= FITTED_SBUF_BYTES

@@ -35,22 +35,47 @@ CASES = {
         800, 192, 60, 4, 2, routing="zipf", has_bias=True, options={**GPT_OSS, "tells_short": True}
     ),
     "T700-H128-I96-E3-K1-B256-short-pre-turned-by-dma": Prefill(
-        700, 128, 96, 3, 1, 256, routing="zipf",
+        700,
+        128,
+        96,
+        3,
+        1,
+        256,
+        routing="zipf",
         options={"scaling": "pre", "turns": "dma", "tells_short": True},
     ),
     "T500-H192-I60-E3-K2-short-tiles-e4m3-post": Prefill(
-        500, 192, 60, 3, 2, routing="zipf",
+        500,
+        192,
+        60,
+        3,
+        2,
+        routing="zipf",
         options={
-            "weight_format": "float8_e4m3", "has_scales": True, "scaling": "post",
-            "stores": "tiles", "tells_short": True,
+            "weight_format": "float8_e4m3",
+            "has_scales": True,
+            "scaling": "post",
+            "stores": "tiles",
+            "tells_short": True,
         },
     ),
     "T500-H256-I192-E3-K2-short-by-parts-of-both-axes": Prefill(
-        500, 256, 192, 3, 2, routing="zipf", options={"tells_short": True, "scaling": "pre"},
+        500,
+        256,
+        192,
+        3,
+        2,
+        routing="zipf",
+        options={"tells_short": True, "scaling": "pre"},
         loop={"in_parts": 2, "out_parts": 2, "h_parts": 2, "weight_buffers": 2},
     ),
     "T700-H128-I96-E3-K2-short-intermediate-skip": Prefill(
-        700, 128, 96, 3, 2, routing="zipf",
+        700,
+        128,
+        96,
+        3,
+        2,
+        routing="zipf",
         options={"shard_plan": "intermediate", "tells_short": True, "skip_weights": True},
     ),
     "T200-H256-I96-E8-K2-B128": Prefill(200, 256, 96, 8, 2),
@@ -71,13 +96,17 @@ CASES = {
         600, 128, 96, 4, 1, options={"scaling": "pre", "turns": "dma"}
     ),
     "T150-H128-I260-E4-K2-B64-pre-turned-by-dma-bias": Prefill(
-        150, 128, 260, 4, 2, 64, has_bias=True,
+        150,
+        128,
+        260,
+        4,
+        2,
+        64,
+        has_bias=True,
         options={**GPT_OSS, "scaling": "pre", "turns": "dma"},
     ),
     "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
-    "T300-H128-I128-E3-K1-B256-pre": Prefill(
-        300, 128, 128, 3, 1, 256, options={"scaling": "pre"}
-    ),
+    "T300-H128-I128-E3-K1-B256-pre": Prefill(300, 128, 128, 3, 1, 256, options={"scaling": "pre"}),
     "T150-H128-I256-E4-K2-post-tiles": Prefill(
         150, 128, 256, 4, 2, options={"scaling": "post", "stores": "tiles"}
     ),
@@ -87,15 +116,32 @@ CASES = {
         257, 192, 60, 5, 1, 512, options={"activation": "gelu"}
     ),
     "T150-H192-I60-E4-K2-swish": Prefill(
-        150, 192, 60, 4, 2, 64,
+        150,
+        192,
+        60,
+        4,
+        2,
+        64,
         options={"activation": "sigmoid", "gates_itself": True, "scale": 1.3},
     ),
     "T150-H192-I60-E4-K2-swish-clamped-bias": Prefill(
-        150, 192, 60, 4, 2, 64, has_bias=True,
+        150,
+        192,
+        60,
+        4,
+        2,
+        64,
+        has_bias=True,
         options={**GPT_OSS, "scale": 0.5},
     ),
     "T150-H128-I96-E4-K2-scaled-sigmoid-bias": Prefill(
-        150, 128, 96, 4, 2, 64, has_bias=True,
+        150,
+        128,
+        96,
+        4,
+        2,
+        64,
+        has_bias=True,
         options={"activation": "sigmoid", "scale": 2.0},
     ),
     "T90-H128-I64-E4-K2-gelu-tanh": Prefill(
@@ -105,16 +151,32 @@ CASES = {
         150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
     ),
     "T150-H192-I60-E4-K1-silu-no-gate-bias-pre": Prefill(
-        150, 192, 60, 4, 1, 64, has_bias=True,
+        150,
+        192,
+        60,
+        4,
+        1,
+        64,
+        has_bias=True,
         options={
-            "has_gate": False, "scaling": "pre", "turns": "dma", "up_limits": limits(-1.0, 1.0),
+            "has_gate": False,
+            "scaling": "pre",
+            "turns": "dma",
+            "up_limits": limits(-1.0, 1.0),
             "scale": 1.5,
         },
     ),
     "T150-H192-I60-E4-K2-tanh-no-gate-e4m3": Prefill(
-        150, 192, 60, 4, 2, 64,
+        150,
+        192,
+        60,
+        4,
+        2,
+        64,
         options={
-            "activation": "tanh", "has_gate": False, "weight_format": "float8_e4m3",
+            "activation": "tanh",
+            "has_gate": False,
+            "weight_format": "float8_e4m3",
             "has_scales": True,
         },
     ),
@@ -127,24 +189,48 @@ CASES = {
         400, 128, 64, 4, 2, 64, options={"loop_plan": "dynamic", "skip_weights": True}
     ),
     "T300-H192-I60-E4-K2-halves-skip-bias": Prefill(
-        300, 192, 60, 4, 2, 64, has_bias=True,
+        300,
+        192,
+        60,
+        4,
+        2,
+        64,
+        has_bias=True,
         options={
-            **GPT_OSS, "loop_plan": "dynamic", "shard_plan": "block", "in_halves": True,
+            **GPT_OSS,
+            "loop_plan": "dynamic",
+            "shard_plan": "block",
+            "in_halves": True,
             "skip_weights": True,
         },
     ),
     "T300-H128-I64-E4-K2-static-skip-e4m3": Prefill(
-        300, 128, 64, 4, 2, 64,
+        300,
+        128,
+        64,
+        4,
+        2,
+        64,
         options={
-            "loop_plan": "static", "shard_plan": "block", "skip_weights": True,
-            "weight_format": "float8_e4m3", "has_scales": True, "scaling": "post",
+            "loop_plan": "static",
+            "shard_plan": "block",
+            "skip_weights": True,
+            "weight_format": "float8_e4m3",
+            "has_scales": True,
+            "scaling": "post",
         },
     ),
     "T600-H128-I96-E2-K2-sorted-skip-pre": Prefill(
         600, 128, 96, 2, 2, options={"skip_weights": True, "scaling": "pre", "largest_visit": 2}
     ),
     "T140-H128-I96-E4-K2-intermediate": Prefill(
-        140, 128, 96, 4, 2, 64, has_bias=True,
+        140,
+        128,
+        96,
+        4,
+        2,
+        64,
+        has_bias=True,
         options={"shard_plan": "intermediate", "scaling": "post"},
     ),
     "T140-H128-I262-E4-K2-intermediate-uneven": Prefill(
@@ -153,9 +239,7 @@ CASES = {
     "T140-H128-I96-E4-K2-intermediate-static": Prefill(
         140, 128, 96, 4, 2, 64, options={"shard_plan": "intermediate", "loop_plan": "static"}
     ),
-    "T140-H192-I60-E4-K2-hidden": Prefill(
-        140, 192, 60, 4, 2, 64, options={"shard_plan": "hidden"}
-    ),
+    "T140-H192-I60-E4-K2-hidden": Prefill(140, 192, 60, 4, 2, 64, options={"shard_plan": "hidden"}),
     "T300-H320-I36-E3-K2-hidden-gpt-oss": Prefill(
         300, 320, 36, 3, 2, 32, has_bias=True, options={**GPT_OSS, "shard_plan": "hidden"}
     ),
@@ -163,32 +247,63 @@ CASES = {
         140, 256, 131, 3, 2, 64, options={"shard_plan": "hidden"}
     ),
     "T400-H256-I130-E3-K1-hidden-pre-turned-by-dma": Prefill(
-        400, 256, 130, 3, 1, 64, has_bias=True,
+        400,
+        256,
+        130,
+        3,
+        1,
+        64,
+        has_bias=True,
         options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre", "turns": "dma"},
     ),
     "T140-H128-I40-E4-K2-hidden-pre-no-gate": Prefill(
-        140, 128, 40, 4, 2, 64,
+        140,
+        128,
+        40,
+        4,
+        2,
+        64,
         options={"shard_plan": "hidden", "scaling": "pre", "has_gate": False, "turns": "tensor"},
     ),
     "T200-H256-I96-E4-K2-hidden-static-e4m3-post": Prefill(
-        200, 256, 96, 4, 2, 64,
+        200,
+        256,
+        96,
+        4,
+        2,
+        64,
         options={
-            "shard_plan": "hidden", "loop_plan": "static", "weight_format": "float8_e4m3",
-            "has_scales": True, "scaling": "post", "stores": "tiles",
+            "shard_plan": "hidden",
+            "loop_plan": "static",
+            "weight_format": "float8_e4m3",
+            "has_scales": True,
+            "scaling": "post",
+            "stores": "tiles",
         },
     ),
     "T120-H256-I128-E4-K2-e4m3-rows": Prefill(
         120, 256, 128, 4, 2, 64, options={"weight_format": "float8_e4m3", "has_scales": True}
     ),
     "T120-H256-I128-E4-K2-e5m2-bias": Prefill(
-        120, 256, 120, 4, 2, 64, has_bias=True,
+        120,
+        256,
+        120,
+        4,
+        2,
+        64,
+        has_bias=True,
         options={**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True},
     ),
     "T90-H128-I64-E4-K2-e4m3-post": Prefill(
-        90, 128, 64, 4, 2, 64,
+        90,
+        128,
+        64,
+        4,
+        2,
+        64,
         options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
     ),
-}  # fmt: skip
+}
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
 
 
@@ -273,11 +388,24 @@ PARTS = {
     ),
     "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1, "in_parts": 2}),
     "4-parts-bias": Prefill(
-        150, 128, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
+        150,
+        128,
+        256,
+        3,
+        2,
+        64,
+        has_bias=True,
+        options=GPT_OSS,
         loop={"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
     ),
     "3-parts-e4m3-post": Prefill(
-        150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
+        150,
+        128,
+        384,
+        3,
+        2,
+        64,
+        loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
         options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
     ),
     "by-4-parts-bias": Prefill(
@@ -287,17 +415,28 @@ PARTS = {
         150, 512, 512, 3, 2, 64, options={"weight_parts": (4, 2), "shard_plan": "intermediate"}
     ),
     "by-4-parts-e4m3-no-gate": Prefill(
-        150, 512, 256, 3, 2, 64,
+        150,
+        512,
+        256,
+        3,
+        2,
+        64,
         options={
-            "weight_parts": (4, 2), "has_gate": False, "weight_format": "float8_e4m3",
+            "weight_parts": (4, 2),
+            "has_gate": False,
+            "weight_format": "float8_e4m3",
             "has_scales": True,
         },
     ),
-    "2-parts-few-rows": Prefill(
-        600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}
-    ),
+    "2-parts-few-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}),
     "2-parts-of-a-half": Prefill(
-        150, 128, 512, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 3},
+        150,
+        128,
+        512,
+        3,
+        2,
+        64,
+        loop={"in_parts": 2, "row_buffers": 3},
         options={"shard_plan": "intermediate"},
     ),
     "2-parts-of-h": Prefill(300, 512, 256, 3, 2, 64, loop={"h_parts": 2}),
@@ -305,16 +444,34 @@ PARTS = {
         300, 512, 192, 3, 2, 64, has_bias=True, options={"has_gate": False}, loop={"h_parts": 4}
     ),
     "2-parts-of-h-in-3-e4m3": Prefill(
-        150, 512, 384, 3, 2, 64,
+        150,
+        512,
+        384,
+        3,
+        2,
+        64,
         loop={"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
         options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
     ),
     "2-parts-of-h-in-2-bias": Prefill(
-        300, 256, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
+        300,
+        256,
+        256,
+        3,
+        2,
+        64,
+        has_bias=True,
+        options=GPT_OSS,
         loop={"in_parts": 2, "h_parts": 2},
     ),
     "4-parts-of-h-of-a-half-by-parts": Prefill(
-        150, 512, 512, 3, 2, 64, loop={"h_parts": 4},
+        150,
+        512,
+        512,
+        3,
+        2,
+        64,
+        loop={"h_parts": 4},
         options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
     ),
     "rows-by-themselves": Prefill(600, 128, 256, 3, 2, 64, loop={"piece_rows": 1}),
@@ -330,7 +487,13 @@ PARTS = {
         150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"is_eager": True}
     ),
     "eager-2-parts-of-h-e5m2": Prefill(
-        300, 512, 256, 3, 2, 64, loop={"h_parts": 2, "out_parts": 2, "is_eager": True},
+        300,
+        512,
+        256,
+        3,
+        2,
+        64,
+        loop={"h_parts": 2, "out_parts": 2, "is_eager": True},
         options={"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
     ),
     "eager-down-alone": Prefill(150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "is_eager": True}),
@@ -338,7 +501,7 @@ PARTS = {
     "one-buffer-of-first-rows-in-halves": Prefill(
         300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(PARTS))
@@ -454,9 +617,15 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
 
 def test_limits_are_reached() -> None:
     least = config_of(
-        H=64, I=1, E=1, block_size=BLOCK_SIZES[0], num_slots=BLOCK_SIZES[0], num_tokens=1,
-        num_cores=1, largest_visit=1,
-    )  # fmt: skip
+        H=64,
+        I=1,
+        E=1,
+        block_size=BLOCK_SIZES[0],
+        num_slots=BLOCK_SIZES[0],
+        num_tokens=1,
+        num_cores=1,
+        largest_visit=1,
+    )
     assert (least.H, least.I, least.E, least.num_tiles, least.num_cores) == (64, 1, 1, 1, 1)
     sizes = {"H": 128, "I": 45, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
     halves = config_of(**{**sizes, "I": 46, "shard_plan": "intermediate"})
@@ -471,9 +640,11 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
     problem = CASES["T64-H192-I40-E4-K2-B32"]
     config = problem.config()
     good = {
-        "hidden": problem.hidden_TH, "gate_up": problem.gate_up_codes, "down": problem.down_codes,
+        "hidden": problem.hidden_TH,
+        "gate_up": problem.gate_up_codes,
+        "down": problem.down_codes,
         "slots": problem.slots,
-    }  # fmt: skip
+    }
     check_blockwise_moe(config, problem.visits(config), good)
     for name, bad, message in (
         ("hidden", problem.hidden_TH[:, :64], r"hidden \[64, 64\]: must be \[64, 192\]"),

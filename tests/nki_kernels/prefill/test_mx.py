@@ -29,7 +29,12 @@ CASES = {
         200, 256, 600, 3, 2, has_bias=True, options={**FOUR, **GPT_OSS}
     ),
     "T100-H128-I64-pre-by-blocks": MxPrefill(
-        100, 128, 64, 5, 2, B=64,
+        100,
+        128,
+        64,
+        5,
+        2,
+        B=64,
         options={**WIDE, "scaling": "pre", "shard_plan": "block", "loop_plan": "dynamic"},
     ),
     "T100-H192-I48-tiles-static": MxPrefill(
@@ -38,10 +43,8 @@ CASES = {
     "T90-H128-I64-one-expert-lnc1": MxPrefill(
         90, 128, 64, 4, 2, B=32, routing="one-expert", options={**FOUR, "num_cores": 1}
     ),
-    "T50-H1088-I40-K1-to-tokens": MxPrefill(
-        50, 1088, 40, 3, 1, B=32, options=EIGHT
-    ),
-}  # fmt: skip
+    "T50-H1088-I40-K1-to-tokens": MxPrefill(50, 1088, 40, 3, 1, B=32, options=EIGHT),
+}
 
 
 def check(problem: MxPrefill, options: SimOptions | None = None) -> np.ndarray[Any, Any]:

@@ -15,9 +15,14 @@ from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
 FORMULAS: tuple[dict[str, Any], ...] = (
-    {}, {}, GPT_OSS, {"activation": "gelu"}, {"activation": "relu", "has_gate": False},
-    {"gate_limits": limits(0.25, None), "up_offset": 1.0}, {"up_limits": limits(-0.5, 0.5)},
-)  # fmt: skip
+    {},
+    {},
+    GPT_OSS,
+    {"activation": "gelu"},
+    {"activation": "relu", "has_gate": False},
+    {"gate_limits": limits(0.25, None), "up_offset": 1.0},
+    {"up_limits": limits(-0.5, 0.5)},
+)
 
 
 def drawn(rng: random.Random) -> Prefill:
@@ -26,23 +31,33 @@ def drawn(rng: random.Random) -> Prefill:
         options: dict[str, Any] = {
             "shard_plan": rng.choice(("balanced", "balanced", "block", "intermediate", "hidden")),
             "loop_plan": rng.choice(("sorted", "sorted", "dynamic", "static")),
-            "in_halves": rng.random() < 0.2, "skip_weights": rng.random() < 0.2,
-            "turns": rng.choice(("auto", "tensor", "dma")), "largest_visit": rng.choice((1, 2, 4)),
+            "in_halves": rng.random() < 0.2,
+            "skip_weights": rng.random() < 0.2,
+            "turns": rng.choice(("auto", "tensor", "dma")),
+            "largest_visit": rng.choice((1, 2, 4)),
             "fetches": rng.choice(("copy", "copy", "dma")),
             "stores": rng.choice(("rows", "rows", "tiles")),
-            "missing": rng.choice(("skip", "skip", "spare")), "num_cores": rng.choice((1, 2, 2)),
+            "missing": rng.choice(("skip", "skip", "spare")),
+            "num_cores": rng.choice((1, 2, 2)),
             "scaling": rng.choice(("none", "none", "pre", "post")),
             "weight_format": rng.choice(("bfloat16", "bfloat16", "float8_e4m3", "float8_e5m2")),
             "tells_short": rng.random() < 0.3,
-        } | rng.choice(FORMULAS)  # fmt: skip
+        } | rng.choice(FORMULAS)
         options["has_scales"] = options["weight_format"] != "bfloat16" and rng.random() < 0.7
         E = rng.choice((1, 2, 3, 5, 9))
         choices = rng.randint(1, min(3, E))
         case = Prefill(
-            rng.choice((1, 17, 130, 257, 300)), rng.choice((64, 128, 192, 320)),
-            rng.choice((8, 60, 64, 130, 256)), E, choices, rng.choice((32, 64, 128, 256)),
-            rng.choice(ROUTINGS), rng.random() < 0.4, options, seed=rng.randrange(99),
-        )  # fmt: skip
+            rng.choice((1, 17, 130, 257, 300)),
+            rng.choice((64, 128, 192, 320)),
+            rng.choice((8, 60, 64, 130, 256)),
+            E,
+            choices,
+            rng.choice((32, 64, 128, 256)),
+            rng.choice(ROUTINGS),
+            rng.random() < 0.4,
+            options,
+            seed=rng.randrange(99),
+        )
         if is_taken(case):
             return case
 

@@ -17,9 +17,14 @@ def test_biases_are_added() -> None:
     first_bias, down_bias = random.normal(size=(3, 10)), random.normal(size=(3, 8))
     formula = ExpertFormula()
     found = blockwise_moe_ref(
-        hidden_SH, expert_S, first, down, formula,
-        gate_up_bias_E2I=first_bias, down_bias_EH=down_bias,
-    )  # fmt: skip
+        hidden_SH,
+        expert_S,
+        first,
+        down,
+        formula,
+        gate_up_bias_E2I=first_bias,
+        down_bias_EH=down_bias,
+    )
     for row, expert in enumerate(expert_S):
         projected = hidden_SH[row] @ first[expert] + first_bias[expert]
         expected = inner(formula, projected) @ down[expert] + down_bias[expert]

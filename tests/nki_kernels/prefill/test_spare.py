@@ -15,17 +15,41 @@ from tests.nki_kernels.prefill.test_kernel import RMS_FACTOR, WORST_FACTOR
 
 CASES: dict[str, tuple[int, int, int, int, int, int, bool, dict[str, Any]]] = {
     "balanced": (200, 256, 96, 8, 2, 128, False, {}),
-    "gpt-oss-intermediate": (130, 192, 90, 4, 2, 64, True,
-                             {**GPT_OSS, "shard_plan": "intermediate"}),
+    "gpt-oss-intermediate": (
+        130,
+        192,
+        90,
+        4,
+        2,
+        64,
+        True,
+        {**GPT_OSS, "shard_plan": "intermediate"},
+    ),
     "hidden": (140, 192, 60, 4, 2, 64, False, {"shard_plan": "hidden"}),
-    "static-by-block": (100, 128, 64, 4, 2, 64, False,
-                        {"loop_plan": "static", "shard_plan": "block"}),
+    "static-by-block": (
+        100,
+        128,
+        64,
+        4,
+        2,
+        64,
+        False,
+        {"loop_plan": "static", "shard_plan": "block"},
+    ),
     "pre-turned-by-dma": (150, 128, 96, 4, 1, 128, False, {"scaling": "pre", "turns": "dma"}),
-    "post-scaled": (90, 128, 64, 4, 2, 64, False,
-                    {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"}),
+    "post-scaled": (
+        90,
+        128,
+        64,
+        4,
+        2,
+        64,
+        False,
+        {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
     "one-core": (100, 128, 64, 4, 2, 64, False, {"num_cores": 1}),
     "one-token": (1, 128, 64, 8, 4, 128, False, {}),
-}  # fmt: skip
+}
 
 
 def problem_of(name: str) -> Prefill:

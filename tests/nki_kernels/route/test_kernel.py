@@ -45,11 +45,19 @@ CASES: dict[str, Case] = {
     "groups-fill-0": (24, 64, 32, BF16, BF16, {"top_k": 5, **DEEPSEEK, "out_of_group_fill": 0.0}),
     "groups-of-two": (24, 64, 32, BF16, BF16, {"top_k": 6, "n_group": 16, "topk_group": 9}),
     "one-of-two-groups": (
-        24, 64, 16, BF16, BF16,
+        24,
+        64,
+        16,
+        BF16,
+        BF16,
         {"top_k": 4, "act_fn": "sigmoid", "n_group": 2, "topk_group": 1},
     ),
     "glm": (
-        24, 64, 32, BF16, BF16,
+        24,
+        64,
+        32,
+        BF16,
+        BF16,
         {"top_k": 8, "act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True},
     ),
     "16-of-512": (12, 64, 512, BF16, BF16, {"top_k": 16, "renormalize": True}),
@@ -58,12 +66,17 @@ CASES: dict[str, Case] = {
     "two-chunks-and-a-rest": (9, 1100, 16, BF16, BF16, {"top_k": 2}),
     "float16": (7, 128, 16, np.float16, np.float16, {"top_k": 2}),
     "sigmoid-over-chosen": (
-        7, 64, 16, BF16, BF16, {"top_k": 3, "act_fn": "sigmoid", "act_over_topk": True},
+        7,
+        64,
+        16,
+        BF16,
+        BF16,
+        {"top_k": 3, "act_fn": "sigmoid", "act_over_topk": True},
     ),
     "norm": (50, 192, 16, BF16, BF16, {"top_k": 2, "has_norm": True, "norm_eps": 1e-5}),
     "one-token": (1, 64, 16, BF16, BF16, {"top_k": 2}),
     "three-uneven-tiles": (515, 64, 16, BF16, BF16, {"top_k": 2, "returns_logits": True}),
-}  # fmt: skip
+}
 OPTIONS = {
     "core-0-first": SimOptions(),
     "core-1-first": SimOptions(start_core=1),
@@ -84,9 +97,13 @@ def config_of(case: Case, num_cores: int = 2) -> RouterConfig:
     """Return what the kernel is compiled for."""
     _, H, E, hidden_dtype, weight_dtype, values = case
     return config_for(
-        E, H, hidden_dtype=dtype_name(hidden_dtype), weight_dtype=dtype_name(weight_dtype),
-        num_cores=num_cores, **values,
-    )  # fmt: skip
+        E,
+        H,
+        hidden_dtype=dtype_name(hidden_dtype),
+        weight_dtype=dtype_name(weight_dtype),
+        num_cores=num_cores,
+        **values,
+    )
 
 
 def operands(T: int, config: RouterConfig) -> list[Any]:
@@ -164,10 +181,13 @@ def test_lowest_expert_wins_a_tie_as_in_torch(top_k: int, n_group: int) -> None:
     logits_TE = rng.integers(-2, 2, (T, E)).astype(np.float32)
     bias_1E = rng.integers(-1, 2, (1, E)).astype(np.float32) if n_group > 1 else None
     values: dict[str, Any] = {
-        "top_k": top_k, "act_fn": "sigmoid", "n_group": n_group,
+        "top_k": top_k,
+        "act_fn": "sigmoid",
+        "n_group": n_group,
         "topk_group": 2 if n_group > 1 else 1,
-        "has_selection_bias": n_group > 1, "out_of_group_fill": 0.0 if top_k % 2 else -np.inf,
-    }  # fmt: skip
+        "has_selection_bias": n_group > 1,
+        "out_of_group_fill": 0.0 if top_k % 2 else -np.inf,
+    }
     config = config_for(E, 64, hidden_dtype="float32", weight_dtype="float32", **values)
     identity = np.eye(E, 64, dtype=np.float32)
     hidden = np.pad(logits_TE, ((0, 0), (0, 64 - E)))
@@ -240,9 +260,12 @@ def test_what_the_check_accepts_fits_in_memory(case: str) -> None:
     config = config_for(E, H, weight_dtype=weight_dtype, **values)
     check_router_topk(config, 32768)
     shapes = [
-        TensorSpec((300, H), "bfloat16"), TensorSpec((E, H), weight_dtype),
-        TensorSpec((1, E), "float32"), TensorSpec((1, E), "float32"), TensorSpec((1, H), "float32"),
-    ]  # fmt: skip
+        TensorSpec((300, H), "bfloat16"),
+        TensorSpec((E, H), weight_dtype),
+        TensorSpec((1, E), "float32"),
+        TensorSpec((1, E), "float32"),
+        TensorSpec((1, H), "float32"),
+    ]
     run = nki_sim.run(router_topk, *shapes, config, lnc=2, options=SimOptions(mode="indices"))
     assert 0 < run.sbuf_peak_bytes <= SBUF_BYTES
 
@@ -250,21 +273,33 @@ def test_what_the_check_accepts_fits_in_memory(case: str) -> None:
 # The least and the largest that is taken, and what lies just outside: T, H, E, values, cores.
 GROUPS = {"act_fn": "sigmoid", "n_group": 4, "topk_group": 1}
 REACHED: list[tuple[int, int, int, dict[str, Any], int]] = [
-    (1, 64, 2, {"top_k": 1}, 2), (32768, 64, 8, {"top_k": 2}, 2), (16384, 64, 8, {"top_k": 2}, 1),
-    (4, 128, 512, {"top_k": 16}, 2), (4, 64, 8, {"top_k": 8}, 2),
+    (1, 64, 2, {"top_k": 1}, 2),
+    (32768, 64, 8, {"top_k": 2}, 2),
+    (16384, 64, 8, {"top_k": 2}, 1),
+    (4, 128, 512, {"top_k": 16}, 2),
+    (4, 64, 8, {"top_k": 8}, 2),
     (4, 64, 8, {"top_k": 2, **GROUPS}, 2),
     (4, 64, 8, {"top_k": 8, **GROUPS, "topk_group": 4, "out_of_group_fill": 0.0}, 2),
     (4, 64, 8, {"top_k": 2, "act_over_topk": True, "has_bias": True}, 2),
-]  # fmt: skip
+]
 PAST: list[tuple[int, int, int, dict[str, Any], int]] = [
-    (0, 64, 8, {"top_k": 2}, 2), (32769, 64, 8, {"top_k": 2}, 2), (16385, 64, 8, {"top_k": 2}, 1),
-    (4, 0, 8, {"top_k": 2}, 2), (4, 65, 8, {"top_k": 2}, 2), (4, 64, 1, {"top_k": 1}, 2),
-    (4, 64, 513, {"top_k": 2}, 2), (4, 64, 8, {"top_k": 0}, 2), (4, 64, 8, {"top_k": 9}, 2),
-    (4, 64, 64, {"top_k": 17}, 2), (4, 64, 4, {"top_k": 1, **GROUPS}, 2),
-    (4, 64, 10, {"top_k": 2, **GROUPS}, 2), (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 0}, 2),
-    (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 5}, 2), (4, 64, 8, {"top_k": 3, **GROUPS}, 2),
+    (0, 64, 8, {"top_k": 2}, 2),
+    (32769, 64, 8, {"top_k": 2}, 2),
+    (16385, 64, 8, {"top_k": 2}, 1),
+    (4, 0, 8, {"top_k": 2}, 2),
+    (4, 65, 8, {"top_k": 2}, 2),
+    (4, 64, 1, {"top_k": 1}, 2),
+    (4, 64, 513, {"top_k": 2}, 2),
+    (4, 64, 8, {"top_k": 0}, 2),
+    (4, 64, 8, {"top_k": 9}, 2),
+    (4, 64, 64, {"top_k": 17}, 2),
+    (4, 64, 4, {"top_k": 1, **GROUPS}, 2),
+    (4, 64, 10, {"top_k": 2, **GROUPS}, 2),
+    (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 0}, 2),
+    (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 5}, 2),
+    (4, 64, 8, {"top_k": 3, **GROUPS}, 2),
     (4, 64, 8, {"top_k": 2, **GROUPS, "act_over_topk": True}, 2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", REACHED)

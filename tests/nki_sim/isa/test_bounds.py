@@ -73,9 +73,10 @@ def test_a_gathered_transpose_takes_16_to_128_rows_of_indices(shape: tuple[int, 
         isa.dma_transpose(dst, x.ap([[8, count], [1, 8]], vector_offset=numbers))
 
     taken = is_taken(
-        body, dst=Tile(shape=(8, count), dtype="bfloat16"),
+        body,
+        dst=Tile(shape=(8, count), dtype="bfloat16"),
         x=Tile(np.ones((4, 8)), "bfloat16", space="hbm"),
-    )  # fmt: skip
+    )
     assert taken == (rows % 16 == 0 and (columns == 1 or rows == 128))
 
 
@@ -90,9 +91,21 @@ def test_positions_of_a_range_end_between_0_and_2_to_the_24(start: int) -> None:
 
 
 SHAPES = (
-    (1, 16, 8), (2, 8, 8), (4, 4, 8), (8, 2, 8), (16, 1, 8), (3, 16, 8), (32, 1, 8), (2, 4, 8),
-    (4, 2, 8), (16, 8), (8, 8), (32, 8), (2, 3, 8, 8), (2, 8, 3, 8),
-)  # fmt: skip
+    (1, 16, 8),
+    (2, 8, 8),
+    (4, 4, 8),
+    (8, 2, 8),
+    (16, 1, 8),
+    (3, 16, 8),
+    (32, 1, 8),
+    (2, 4, 8),
+    (4, 2, 8),
+    (16, 8),
+    (8, 8),
+    (32, 8),
+    (2, 3, 8, 8),
+    (2, 8, 3, 8),
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -125,8 +138,10 @@ def test_rows_at_indices_need_the_second_generation(name: str, target: str) -> N
         isa.memset(numbers, 0)
         AT_INDICES[name](dst, x.ap([[8, 16], [1, 8]], vector_offset=numbers))
 
-    tiles = {"dst": Tile(np.ones((16, 8)), "bfloat16", space="hbm"),
-             "x": Tile(np.ones((4, 8)), "bfloat16", space="hbm")}  # fmt: skip
+    tiles = {
+        "dst": Tile(np.ones((16, 8)), "bfloat16", space="hbm"),
+        "x": Tile(np.ones((4, 8)), "bfloat16", space="hbm"),
+    }
     options = SimOptions(target=target)
     if target == "trn1":
         with pytest.raises(IllegalOperand, match=r"vector_offset: expected gen3 or later"):
@@ -148,8 +163,11 @@ def test_a_row_at_an_index_lies_in_the_part_that_is_looked_at(kind: str, index: 
             row = x[10:20].ap([[2, 1], [1, 2]], scalar_offset=number)
         isa.dma_copy(dst, row)
 
-    tiles = {"dst": Tile(shape=(1, 2)), "x": Tile(values, space="hbm"),
-             "number": Tile(np.array([[index]], np.int32))}  # fmt: skip
+    tiles = {
+        "dst": Tile(shape=(1, 2)),
+        "x": Tile(values, space="hbm"),
+        "number": Tile(np.array([[index]], np.int32)),
+    }
     if 0 <= index < 10:
         assert np.array_equal(execute(body, **tiles)["dst"], values[10 + index : 11 + index])
     else:
@@ -168,9 +186,11 @@ def test_a_clamped_offset_keeps_the_whole_pattern_inside(index: int) -> None:
         lambda dst, x, number: isa.dma_copy(
             dst, x.ap([[2, 4], [1, 2]], offset=10, scalar_offset=number)
         ),
-        options=SimOptions(out_of_bounds="clamp"), dst=Tile(shape=(4, 2)),
-        x=Tile(values, space="hbm"), number=Tile(np.array([[index]], np.int32)),
-    )  # fmt: skip
+        options=SimOptions(out_of_bounds="clamp"),
+        dst=Tile(shape=(4, 2)),
+        x=Tile(values, space="hbm"),
+        number=Tile(np.array([[index]], np.int32)),
+    )
     first = 5 + min(max(index, 0), 31)
     assert np.array_equal(result["dst"], values[first : first + 4])
 
@@ -192,12 +212,15 @@ def test_packed_operands_start_at_a_quadrant(operand: str) -> None:
         told = ""
         try:
             execute(
-                body, options=SimOptions(target="trn3", uninitialized="off"),
+                body,
+                options=SimOptions(target="trn3", uninitialized="off"),
                 held=tile("held", "float8_e4m3fn_x4", 16),
                 moving=tile("moving", "float8_e4m3fn_x4", 16),
-                out=Tile(shape=(16, 16), space="psum"), one=Tile(np.full((32, 16), 127), "uint8"),
-                src=tile("src", "bfloat16", 16), dst=tile("dst", "float8_e4m3fn_x4", 4),
-            )  # fmt: skip
+                out=Tile(shape=(16, 16), space="psum"),
+                one=Tile(np.full((32, 16), 127), "uint8"),
+                src=tile("src", "bfloat16", 16),
+                dst=tile("dst", "float8_e4m3fn_x4", 4),
+            )
         except IllegalOperand as error:
             told = str(error)
         assert ("32 partitions from 16" in told) == (start == 16), (start, told)
@@ -249,7 +272,7 @@ def test_a_product_has_as_many_columns_as_the_target_takes(
             "moving": Tile(shape=(32, columns), dtype=word),
             "one": Tile(np.full((32, 16), 127), "uint8"),
             "other": Tile(np.full((32, columns), 127), "uint8"),
-        }  # fmt: skip
+        }
         told = ""
         try:
             # Too many columns would not fit PSUM either; a narrower result is told second.

@@ -88,38 +88,46 @@ def test_a_copy_onto_itself_moves_and_checks_nothing() -> None:
 
 COPY_REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "element-counts": (
-        lambda dst, x: isa.dma_copy(dst, x), {"dst": Tile(shape=(40, 32)), "x": hbm(X)}, "1280",
+        lambda dst, x: isa.dma_copy(dst, x),
+        {"dst": Tile(shape=(40, 32)), "x": hbm(X)},
+        "1280",
     ),
     "overlap": (
-        lambda x: isa.dma_copy(x[0:20], x[10:30]), {"x": hbm(X)}, "overlap",
+        lambda x: isa.dma_copy(x[0:20], x[10:30]),
+        {"x": hbm(X)},
+        "overlap",
     ),
     "overlap-of-runs-over-rows": (
         lambda x: isa.dma_copy(x.ap([[1, 128]], offset=64), x.ap([[1, 128]], offset=128)),
-        {"x": hbm(X)}, "overlap",
+        {"x": hbm(X)},
+        "overlap",
     ),
     "engine-without-hwdge": (
         lambda dst, x: isa.dma_copy(dst, x, engine=isa.engine.sync),
-        {"dst": Tile(shape=X.shape), "x": hbm(X)}, "hwdge",
+        {"dst": Tile(shape=X.shape), "x": hbm(X)},
+        "hwdge",
     ),
     "engine-vector": (
-        lambda dst, x: isa.dma_copy(
-            dst, x, engine=isa.engine.vector, dge_mode=isa.dge_mode.hwdge
-        ),
-        {"dst": Tile(shape=X.shape), "x": hbm(X)}, "sync or scalar",
+        lambda dst, x: isa.dma_copy(dst, x, engine=isa.engine.vector, dge_mode=isa.dge_mode.hwdge),
+        {"dst": Tile(shape=X.shape), "x": hbm(X)},
+        "sync or scalar",
     ),
     "priority-before-generation-4": (
         lambda dst, x: isa.dma_copy(dst, x, priority=1),
-        {"dst": Tile(shape=X.shape), "x": hbm(X)}, "gen4",
+        {"dst": Tile(shape=X.shape), "x": hbm(X)},
+        "gen4",
     ),
     "psum-source": (
         lambda dst, x: isa.dma_copy(dst, x),
-        {"dst": Tile(shape=X.shape), "x": Tile(X, space="psum")}, "HBM or SBUF",
+        {"dst": Tile(shape=X.shape), "x": Tile(X, space="psum")},
+        "HBM or SBUF",
     ),
     "hwdge-with-vector-offset": (
         lambda dst, x, i: isa.dma_copy(
             dst, x.ap([[64, 8], [1, 64]], vector_offset=i), dge_mode=isa.dge_mode.hwdge
         ),
-        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((8, 1), np.int32))}, "swdge",
+        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((8, 1), np.int32))},
+        "swdge",
     ),
     "float-indices": (
         lambda dst, x, i: isa.dma_copy(dst, x.ap([[64, 8], [1, 64]], vector_offset=i)),
@@ -131,7 +139,7 @@ COPY_REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((9, 1), np.int32))},
         "8 indices",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COPY_REFUSALS)
@@ -188,8 +196,10 @@ def test_the_row_size_comes_from_the_base_not_from_the_pattern() -> None:
     rows = np.array([[3], [1]], np.int32)
     result = execute(
         lambda dst, x, i: isa.dma_copy(dst, x.ap([[7, 2], [1, 64]], vector_offset=i)),
-        dst=Tile(shape=(2, 64)), x=hbm(X), i=Tile(rows),
-    )  # fmt: skip
+        dst=Tile(shape=(2, 64)),
+        x=hbm(X),
+        i=Tile(rows),
+    )
     assert np.array_equal(result["dst"], X[[3, 1]])
 
 
@@ -439,10 +449,14 @@ def test_an_offset_in_memory_works_on_chip_too() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "order"),
-    [((16, 100), (1, 0)), ((4, 12, 32), (2, 1, 0)), ((6, 1, 1, 128), (3, 1, 2, 0)),
-     ((2, 3, 8, 64), (3, 1, 2, 0))],
+    [
+        ((16, 100), (1, 0)),
+        ((4, 12, 32), (2, 1, 0)),
+        ((6, 1, 1, 128), (3, 1, 2, 0)),
+        ((2, 3, 8, 64), (3, 1, 2, 0)),
+    ],
     ids=["2d", "3d", "4d-index-block", "4d"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [np.int32, BF16], ids=["int32", "bfloat16"])
 def test_a_transpose_reverses_the_axes(shape: tuple[int, ...], order: Any, dtype: Any) -> None:
     values = RANDOM.integers(-100, 100, shape).astype(dtype)
@@ -502,19 +516,25 @@ TRANSPOSE_REFUSALS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, st
     "one-byte": (lambda d, x: isa.dma_transpose(d, x), (16, 100), np.int8, "2 or 4 bytes"),
     "axes": (lambda d, x: isa.dma_transpose(d, x, axes=(0, 1)), (16, 100), BF16, "axes"),
     "hwdge-rows": (
-        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge), (17, 100), BF16,
+        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
+        (17, 100),
+        BF16,
         "16 rows",
     ),
     "hwdge-columns": (
-        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge), (16, 16, 129), BF16,
+        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
+        (16, 16, 129),
+        BF16,
         "at most 128",
     ),
     "hwdge-four-bytes": (
-        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge), (16, 100), np.float32,
+        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
+        (16, 100),
+        np.float32,
         "2 bytes",
     ),
     "skip-static": (lambda d, x: isa.dma_transpose(d, x, oob_mode=SKIP), (16, 100), BF16, "skip"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRANSPOSE_REFUSALS)
@@ -537,9 +557,11 @@ def test_a_sum_is_rounded_once() -> None:
     parts = [RANDOM.normal(size=(16, 64)).astype(BF16) for _ in range(3)]
     result = execute(
         lambda dst, a, b, c: isa.dma_compute(dst, [a, b, c], nl.add, scales=(1.0, 1.0, 1.0)),
-        dst=Tile(shape=(16, 64), dtype="bfloat16"), a=hbm(parts[0]), b=hbm(parts[1]),
+        dst=Tile(shape=(16, 64), dtype="bfloat16"),
+        a=hbm(parts[0]),
+        b=hbm(parts[1]),
         c=Tile(parts[2]),
-    )  # fmt: skip
+    )
     expected = sum(part.astype(np.float32) for part in parts).astype(BF16)
     assert np.array_equal(result["dst"], expected)
 
@@ -657,10 +679,12 @@ def test_rows_that_nobody_wrote_do_not_contest_a_place() -> None:
     for written, kinds in ((False, ["uninitialized"]), (True, ["scatter", "uninitialized"])):
         values = np.arange(3 * 64).reshape(3, 64)
         result = execute(
-            body, options=SimOptions(uninitialized="report", scatter="report"),
-            x=hbm(np.zeros((9, 64), np.float32)), i=Tile(rows),
+            body,
+            options=SimOptions(uninitialized="report", scatter="report"),
+            x=hbm(np.zeros((9, 64), np.float32)),
+            i=Tile(rows),
             src=Tile(values, "float32", written=np.array([[written], [False], [False]])),
-        )  # fmt: skip
+        )
         assert sorted({found.kind for found in result.run.findings}) == kinds
 
 

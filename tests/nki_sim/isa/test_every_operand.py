@@ -61,7 +61,8 @@ CALLS: dict[str, tuple[Call, dict[str, Tile]]] = {
     "tensor_copy": (isa.tensor_copy, {"dst": out(), "src": X}),
     "memset": (lambda dst: isa.memset(dst, 0.0), {"dst": out()}),
     "tensor_copy_predicated": (
-        isa.tensor_copy_predicated, {"dst": X, "src": X, "predicate": MASK},
+        isa.tensor_copy_predicated,
+        {"dst": X, "src": X, "predicate": MASK},
     ),
     "activation": (
         lambda dst, data, bias, scale: isa.activation(dst, nl.exp, data, bias=bias, scale=scale),
@@ -103,14 +104,16 @@ CALLS: dict[str, tuple[Call, dict[str, Tile]]] = {
     ),
     "max8": (isa.max8, {"dst": out(8), "src": X}),
     "nc_find_index8": (
-        isa.nc_find_index8, {"dst": out(8, "uint32"), "data": X, "vals": EIGHT},
+        isa.nc_find_index8,
+        {"dst": out(8, "uint32"), "data": X, "vals": EIGHT},
     ),
     "nc_match_replace8": (
         lambda dst, data, vals, dst_idx: isa.nc_match_replace8(dst, data, vals, 0.0, dst_idx),
         {"dst": out(), "data": X, "vals": EIGHT, "dst_idx": out(8, "uint32")},
     ),
     "nc_stream_shuffle": (
-        lambda dst, src: isa.nc_stream_shuffle(dst, src, list(range(32))), {"dst": out(), "src": X},
+        lambda dst, src: isa.nc_stream_shuffle(dst, src, list(range(32))),
+        {"dst": out(), "src": X},
     ),
     "bn_stats": (isa.bn_stats, {"dst": out(6), "data": X}),
     "iota": (
@@ -119,8 +122,13 @@ CALLS: dict[str, tuple[Call, dict[str, Tile]]] = {
     ),
     "affine_select": (
         lambda dst, on_true_tile: isa.affine_select(
-            dst, pattern=[[1, COLUMNS]], offset=0, channel_multiplier=1,
-            on_true_tile=on_true_tile, on_false_value=0.0, cmp_op=nl.equal,
+            dst,
+            pattern=[[1, COLUMNS]],
+            offset=0,
+            channel_multiplier=1,
+            on_true_tile=on_true_tile,
+            on_false_value=0.0,
+            cmp_op=nl.equal,
         ),
         {"dst": out(), "on_true_tile": X},
     ),
@@ -134,7 +142,7 @@ CALLS: dict[str, tuple[Call, dict[str, Tile]]] = {
         lambda src: isa.register_load(isa.register_alloc(0), src),
         {"src": Tile(np.zeros((1, 1), np.int32))},
     ),
-}  # fmt: skip
+}
 
 
 def shorter(tile: Tile, axis: int) -> Tile:

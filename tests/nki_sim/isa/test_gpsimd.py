@@ -66,8 +66,9 @@ def test_without_an_offset_patterns_count_from_zero() -> None:
     assert counted.tolist() == [[0, 3, 6, 9]] * 2
     kept = execute(
         lambda dst, x: isa.affine_select(dst, [[1, 4]], 1, x, 0.0, cmp_op=nl.equal),
-        dst=out(shape=(2, 4)), x=Tile(np.ones((2, 4), np.float32)),
-    )["dst"]  # fmt: skip
+        dst=out(shape=(2, 4)),
+        x=Tile(np.ones((2, 4), np.float32)),
+    )["dst"]
     assert kept.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
 
 
@@ -94,8 +95,9 @@ def test_affine_select_compares_the_pattern_with_zero(op: str) -> None:
         lambda dst, x: isa.affine_select(
             dst, [[-1, 24]], 1, x, -5.0, cmp_op=getattr(nl, op), offset=2
         ),
-        dst=out(), x=Tile(X),
-    )  # fmt: skip
+        dst=out(),
+        x=Tile(X),
+    )
     for partition in range(32):
         for column in range(24):
             keeps = COMPARISONS[op](2 + partition - column)
@@ -107,8 +109,9 @@ def test_affine_select_converts_through_float32() -> None:
     x = RANDOM.integers(-9, 9, (32, 24)).astype(np.int32)
     result = execute(
         lambda dst, x: isa.affine_select(dst, [[1, 24]], 0, x, 1.5, cmp_op=nl.less, offset=-12),
-        dst=out("bfloat16"), x=Tile(x),
-    )  # fmt: skip
+        dst=out("bfloat16"),
+        x=Tile(x),
+    )
     np.testing.assert_array_equal(
         result["dst"].astype(np.float32), np.where(np.arange(24) < 12, x, 1.5)
     )
@@ -122,8 +125,10 @@ def test_local_gather_reads_its_list_column_by_column(per_index: int, valid: int
     index = RANDOM.integers(0, 41 - per_index, (32, 3)).astype(np.uint16)
     result = execute(
         lambda dst, x, i: isa.local_gather(dst, x, i, per_index, valid),
-        dst=out(shape=(32, valid * per_index)), x=Tile(source), i=Tile(index),
-    )  # fmt: skip
+        dst=out(shape=(32, valid * per_index)),
+        x=Tile(source),
+        i=Tile(index),
+    )
     for partition in range(32):
         group = partition // 16 * 16
         for j in range(valid):
@@ -136,8 +141,10 @@ def test_local_gather_uses_all_indices_by_default() -> None:
     index = RANDOM.integers(0, 24, (16, 2)).astype(np.uint16)
     result = execute(
         lambda dst, x, i: isa.local_gather(dst, x, i),
-        dst=out(shape=(16, 32)), x=Tile(X[:16]), i=Tile(index),
-    )  # fmt: skip
+        dst=out(shape=(16, 32)),
+        x=Tile(X[:16]),
+        i=Tile(index),
+    )
     np.testing.assert_array_equal(result["dst"][3], X[3][index.T.ravel()])
 
 
@@ -148,8 +155,10 @@ def test_local_gather_ignores_the_lanes_that_nobody_wrote() -> None:
     index = RANDOM.integers(0, 24, (16, 1)).astype(np.uint16)
     result = execute(
         lambda dst, x, i: isa.local_gather(dst, x, i, 1, 16),
-        dst=out(shape=(16, 16)), x=Tile(X[:16], written=written), i=Tile(index),
-    )  # fmt: skip
+        dst=out(shape=(16, 16)),
+        x=Tile(X[:16], written=written),
+        i=Tile(index),
+    )
     np.testing.assert_array_equal(result["dst"][:5], X[:5][:, index[:, 0]])
     assert result.unwritten["dst"].tolist() == [[row >= 5] * 16 for row in range(16)]
 
@@ -158,8 +167,10 @@ def test_n_gather_picks_inside_each_partition() -> None:
     indices = RANDOM.integers(0, 24, (32, 2, 5)).astype(np.uint32)
     result = execute(
         lambda dst, x, i: isa.nc_n_gather(dst, x, i),
-        dst=out(shape=(32, 10)), x=Tile(X.reshape(32, 4, 6)), i=Tile(indices),
-    )  # fmt: skip
+        dst=out(shape=(32, 10)),
+        x=Tile(X.reshape(32, 4, 6)),
+        i=Tile(indices),
+    )
     for partition in range(32):
         expected = [X[partition, position] for position in indices[partition].ravel()]
         assert result["dst"][partition].tolist() == expected
@@ -172,8 +183,9 @@ def test_nonzero_with_count_serves_every_16th_partition(partitions: int, dtype: 
     old = np.full((partitions, 13), 77, np.int32)
     result = execute(
         lambda dst, x: isa.nonzero_with_count(dst, x, index_offset=100, padding_val=-3),
-        dst=Tile(old), x=Tile(x),
-    )  # fmt: skip
+        dst=Tile(old),
+        x=Tile(x),
+    )
     for partition in range(partitions):
         expected = [77] * 13
         if partition % 16 == 0:
@@ -188,8 +200,9 @@ def test_nonzero_with_count_reads_no_other_partition() -> None:
     written[[0, 16]] = True
     result = execute(
         lambda dst, x: isa.nonzero_with_count(dst, x),
-        dst=out("int32", (32, 5)), x=Tile(np.ones((32, 4), np.float32), written=written),
-    )  # fmt: skip
+        dst=out("int32", (32, 5)),
+        x=Tile(np.ones((32, 4), np.float32), written=written),
+    )
     assert not result.run.findings
     assert result.unwritten["dst"][:, 0].tolist() == [row % 16 != 0 for row in range(32)]
 
@@ -200,8 +213,10 @@ def test_topk_reads_the_snake_and_answers_ascending(n: int, k: int) -> None:
     src = distinct.astype(ml_dtypes.bfloat16)
     result = execute(
         lambda v, i, x: isa.topk(v, i, x, n),
-        v=out("bfloat16", (32, k)), i=out("uint32", (32, k)), x=Tile(src),
-    )  # fmt: skip
+        v=out("bfloat16", (32, k)),
+        i=out("uint32", (32, k)),
+        x=Tile(src),
+    )
     for group in (0, 16):
         elements = [float(src[group + e % 16, e // 16]) for e in range(n)]
         expected = sorted(elements)[n - k :]
@@ -223,8 +238,9 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 def test_partitions_reduce_into_one(op: str) -> None:
     result = execute(
         lambda dst, x: isa.tensor_partition_reduce(dst, getattr(nl, op), x),
-        dst=out(shape=(1, 24)), x=Tile(X),
-    )  # fmt: skip
+        dst=out(shape=(1, 24)),
+        x=Tile(X),
+    )
     expected = REDUCTIONS[op](X.astype(np.float64))
     np.testing.assert_allclose(result["dst"][0], expected, rtol=1e-5, atol=1e-6)
 
@@ -234,8 +250,9 @@ def test_partitions_reduce_bit_patterns(op: str) -> None:
     x = RANDOM.integers(0, 256, (3, 24)).astype(np.uint8)
     result = execute(
         lambda dst, x: isa.tensor_partition_reduce(dst, getattr(nl, op), x),
-        dst=out("uint8", (1, 24)), x=Tile(x),
-    )  # fmt: skip
+        dst=out("uint8", (1, 24)),
+        x=Tile(x),
+    )
     a, b, c = x
     expected = (a | b | c) if op == "bitwise_or" else (a & b & c)
     assert result["dst"][0].tolist() == expected.tolist()
@@ -246,8 +263,9 @@ def test_sequence_bounds_mark_each_element_with_its_segment(dtype: Any) -> None:
     ids = np.array([[3, 3, 3, 1, 0, 0, 2, 2, 5]], dtype)
     result = execute(
         lambda dst, x: isa.sequence_bounds(dst, x),
-        dst=out(np.dtype(dtype).name, (1, 2, 9)), x=Tile(ids),
-    )  # fmt: skip
+        dst=out(np.dtype(dtype).name, (1, 2, 9)),
+        x=Tile(ids),
+    )
     starts = [0, 0, 0, 3, 9, 9, 6, 6, 8]
     ends = [3, 3, 3, 4, -1, -1, 8, 8, 9]
     assert result["dst"].tolist() == [[starts, ends]]
@@ -258,12 +276,16 @@ PSUM = Tile(X, space="psum")
 GATHER = {"dst": out(shape=(32, 32)), "src_buffer": Tile(X), "index": U16}
 ROWS_20 = {"dst": out(shape=(20, 32)), "src_buffer": Tile(X[:20])}
 N_GATHER = {
-    "dst": out(shape=(32, 2)), "data": Tile(X), "indices": Tile(np.zeros((32, 2), np.uint32)),
-}  # fmt: skip
+    "dst": out(shape=(32, 2)),
+    "data": Tile(X),
+    "indices": Tile(np.zeros((32, 2), np.uint32)),
+}
 NONZERO = {"dst": out("int32", (32, 25)), "src": Tile(X)}
 TOPK = {
-    "val_dst": out("bfloat16", (32, 4)), "idx_dst": out("uint32", (32, 4)), "src": Tile(X),
-}  # fmt: skip
+    "val_dst": out("bfloat16", (32, 4)),
+    "idx_dst": out("uint32", (32, 4)),
+    "src": Tile(X),
+}
 SELECT = {"dst": out(), "x": Tile(X)}
 
 
@@ -277,108 +299,147 @@ def top(n: int) -> Callable[..., Any]:
 
 REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "iota-psum": (
-        lambda dst: isa.iota(dst, [[1, 24]]), {"dst": out(space="psum")}, "dst: expected a",
+        lambda dst: isa.iota(dst, [[1, 24]]),
+        {"dst": out(space="psum")},
+        "dst: expected a",
     ),
     "iota-product": (
-        lambda dst: isa.iota(dst, [[1, 23]]), {"dst": out()}, "pattern: expected counts .* 24",
+        lambda dst: isa.iota(dst, [[1, 23]]),
+        {"dst": out()},
+        "pattern: expected counts .* 24",
     ),
     "iota-dims": (
-        lambda dst: isa.iota(dst, [[1, 1]] * 5), {"dst": out(shape=(32, 1))}, "pattern: expect",
+        lambda dst: isa.iota(dst, [[1, 1]] * 5),
+        {"dst": out(shape=(32, 1))},
+        "pattern: expect",
     ),
     "iota-offset": (
-        lambda dst: isa.iota(dst, [[1, 24]], 1 << 31), {"dst": out()}, "offset: expected a 32-bit",
+        lambda dst: isa.iota(dst, [[1, 24]], 1 << 31),
+        {"dst": out()},
+        "offset: expected a 32-bit",
     ),
     "select-psum": (select, SELECT | {"x": PSUM}, "on_true_tile: expected a tensor in SBUF"),
     "select-elements": (select, SELECT | {"x": Tile(X[:, :6])}, "on_true_tile: expected 24 el"),
     "select-op": (
-        lambda **tiles: select(**tiles, cmp_op=nl.add), SELECT, "cmp_op: expected a comparison",
+        lambda **tiles: select(**tiles, cmp_op=nl.add),
+        SELECT,
+        "cmp_op: expected a comparison",
     ),
     "gather-rows": (
-        isa.local_gather, ROWS_20 | {"index": Tile(np.zeros((20, 2), np.uint16))},
+        isa.local_gather,
+        ROWS_20 | {"index": Tile(np.zeros((20, 2), np.uint16))},
         "src_buffer: expected a multiple of 16 partitions; found 20",
     ),
     "gather-index-rows": (
-        isa.local_gather, GATHER | {"index": Tile(np.zeros((16, 2), np.uint16))},
+        isa.local_gather,
+        GATHER | {"index": Tile(np.zeros((16, 2), np.uint16))},
         "index: expected 32 partitions",
     ),
     "gather-index-dtype": (
-        isa.local_gather, GATHER | {"index": Tile(np.zeros((32, 2), np.int32))},
+        isa.local_gather,
+        GATHER | {"index": Tile(np.zeros((32, 2), np.int32))},
         "index: expected uint16",
     ),
     "gather-dtype": (
-        isa.local_gather, GATHER | {"dst": out("bfloat16", (32, 32))}, "dst: expected float32 like",
+        isa.local_gather,
+        GATHER | {"dst": out("bfloat16", (32, 32))},
+        "dst: expected float32 like",
     ),
     "gather-per-index": (
-        lambda **tiles: isa.local_gather(**tiles, num_elem_per_idx=3), GATHER,
+        lambda **tiles: isa.local_gather(**tiles, num_elem_per_idx=3),
+        GATHER,
         "num_elem_per_idx: expected 1, 2, 4, 8, 16 or 32; found 3",
     ),
     "gather-valid": (
-        lambda **tiles: isa.local_gather(**tiles, num_valid_indices=33), GATHER,
+        lambda **tiles: isa.local_gather(**tiles, num_valid_indices=33),
+        GATHER,
         "num_valid_indices: expected 1 to 32",
     ),
     "gather-too-many": (
-        isa.local_gather, GATHER | {"index": Tile(np.zeros((32, 257), np.uint16))},
+        isa.local_gather,
+        GATHER | {"index": Tile(np.zeros((32, 257), np.uint16))},
         "num_valid_indices: expected 1 to 4096",
     ),
     "gather-dst": (
-        isa.local_gather, GATHER | {"dst": out(shape=(32, 31))}, "dst: expected 32 elements",
+        isa.local_gather,
+        GATHER | {"dst": out(shape=(32, 31))},
+        "dst: expected 32 elements",
     ),
     "gather-psum": (isa.local_gather, GATHER | {"src_buffer": PSUM}, "src_buffer: expected a"),
     "n-gather-dtype": (
-        isa.nc_n_gather, N_GATHER | {"indices": Tile(np.zeros((32, 2), np.int32))},
+        isa.nc_n_gather,
+        N_GATHER | {"indices": Tile(np.zeros((32, 2), np.int32))},
         "indices: expected uint32",
     ),
     "n-gather-dst-dtype": (
-        isa.nc_n_gather, N_GATHER | {"dst": out("bfloat16", (32, 2))}, "dst: expected float32 like",
+        isa.nc_n_gather,
+        N_GATHER | {"dst": out("bfloat16", (32, 2))},
+        "dst: expected float32 like",
     ),
     "n-gather-elements": (isa.nc_n_gather, N_GATHER | {"dst": out()}, "dst: expected 2 elements"),
     "n-gather-psum": (isa.nc_n_gather, N_GATHER | {"data": PSUM}, "data: expected a tensor"),
     "nonzero-elements": (
-        isa.nonzero_with_count, NONZERO | {"dst": out("int32")}, "dst: expected 25 elements",
+        isa.nonzero_with_count,
+        NONZERO | {"dst": out("int32")},
+        "dst: expected 25 elements",
     ),
     "nonzero-src-dtype": (
-        isa.nonzero_with_count, NONZERO | {"src": Tile(X.astype(np.int16))},
+        isa.nonzero_with_count,
+        NONZERO | {"src": Tile(X.astype(np.int16))},
         "src: expected float32 or int32",
     ),
     "nonzero-dst-dtype": (
-        isa.nonzero_with_count, NONZERO | {"dst": out(shape=(32, 25))}, "dst: expected int32",
+        isa.nonzero_with_count,
+        NONZERO | {"dst": out(shape=(32, 25))},
+        "dst: expected int32",
     ),
     "nonzero-psum": (isa.nonzero_with_count, NONZERO | {"src": PSUM}, "src: expected a tensor in"),
     "nonzero-padding": (
-        lambda **tiles: isa.nonzero_with_count(**tiles, padding_val=0.5), NONZERO,
+        lambda **tiles: isa.nonzero_with_count(**tiles, padding_val=0.5),
+        NONZERO,
         "padding_val: expected a 32-bit int",
     ),
     "topk-n": (top(7), TOPK, "n: expected 8 to 65535"),
     "topk-src": (top(16 * 24 + 1), TOPK, "src: expected at least 25 elements"),
     "topk-k": (
-        top(8), TOPK | {"val_dst": out("bfloat16", (32, 9)), "idx_dst": out("uint32", (32, 9))},
+        top(8),
+        TOPK | {"val_dst": out("bfloat16", (32, 9)), "idx_dst": out("uint32", (32, 9))},
         "val_dst: expected 1 to n=8",
     ),
     "topk-values": (top(8), TOPK | {"val_dst": out(shape=(32, 4))}, "val_dst: expected bfloat16"),
     "topk-indices": (top(8), TOPK | {"idx_dst": out("int32", (32, 4))}, "idx_dst: expected uint32"),
     "topk-rows": (
-        top(8), {
-            "val_dst": out("bfloat16", (8, 4)), "idx_dst": out("uint32", (8, 4)),
+        top(8),
+        {
+            "val_dst": out("bfloat16", (8, 4)),
+            "idx_dst": out("uint32", (8, 4)),
             "src": Tile(X[:8]),
-        }, "src: expected a multiple of 16",
+        },
+        "src: expected a multiple of 16",
     ),
     "reduce-op": (
         lambda dst, x: isa.tensor_partition_reduce(dst, nl.multiply, x),
-        {"dst": out(shape=(1, 24)), "x": Tile(X)}, "op: expected add, average",
+        {"dst": out(shape=(1, 24)), "x": Tile(X)},
+        "op: expected add, average",
     ),
     "reduce-dst": (
-        lambda dst, x: isa.tensor_partition_reduce(dst, nl.add, x), SELECT, "dst: expected 1 part",
+        lambda dst, x: isa.tensor_partition_reduce(dst, nl.add, x),
+        SELECT,
+        "dst: expected 1 part",
     ),
     "reduce-bits-float": (
         lambda dst, x: isa.tensor_partition_reduce(dst, nl.bitwise_or, x),
-        {"dst": out(shape=(1, 24)), "x": Tile(X)}, "data: expected integer types",
+        {"dst": out(shape=(1, 24)), "x": Tile(X)},
+        "data: expected integer types",
     ),
     "reduce-psum": (
         lambda dst, x: isa.tensor_partition_reduce(dst, nl.add, x),
-        {"dst": out(shape=(1, 24)), "x": PSUM}, "data: expected a tensor in SBUF",
+        {"dst": out(shape=(1, 24)), "x": PSUM},
+        "data: expected a tensor in SBUF",
     ),
     "bounds-partitions": (
-        isa.sequence_bounds, {"dst": out(shape=(1, 48)), "segment_ids": Tile(X)},
+        isa.sequence_bounds,
+        {"dst": out(shape=(1, 48)), "segment_ids": Tile(X)},
         "segment_ids: expected 1 partition",
     ),
     "bounds-dtype": (
@@ -387,10 +448,11 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "segment_ids: expected float32 or int32",
     ),
     "bounds-elements": (
-        isa.sequence_bounds, {"dst": out(shape=(1, 24)), "segment_ids": Tile(X[:1])},
+        isa.sequence_bounds,
+        {"dst": out(shape=(1, 24)), "segment_ids": Tile(X[:1])},
         "dst: expected 48 elements",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -429,5 +491,6 @@ def test_positions_behind_the_valid_ones_may_be_anything(valid: int) -> None:
     with pytest.raises(OutOfBounds):
         execute(
             lambda dst, x, i: isa.local_gather(dst, x, i, 1, valid + 1),
-            dst=out(shape=(32, valid + 1)), **tiles,
-        )  # fmt: skip
+            dst=out(shape=(32, valid + 1)),
+            **tiles,
+        )

@@ -66,9 +66,14 @@ def test_matmul_sums_over_partitions_and_slots(
         isa.nc_matmul_mx(dst, a, b, s[rows], t[rows])
 
     result = execute(
-        body, dst=Tile(shape=(m, n), space="psum"), a=Tile(a, left), b=Tile(b, right),
-        s=Tile(a_scale), t=Tile(b_scale.view(ml_dtypes.float8_e8m0fnu)), options=GEN4,
-    )  # fmt: skip
+        body,
+        dst=Tile(shape=(m, n), space="psum"),
+        a=Tile(a, left),
+        b=Tile(b, right),
+        s=Tile(a_scale),
+        t=Tile(b_scale.view(ml_dtypes.float8_e8m0fnu)),
+        options=GEN4,
+    )
     expected = np.einsum("pmj,pm,pnj,pn->mn", a_values, a_factor, b_values, b_factor)
     tolerance = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(result["dst"], expected, rtol=1e-5, atol=tolerance)
@@ -79,9 +84,11 @@ def test_a_compact_scale_tile_serves_one_quadrant() -> None:
     scale = RANDOM.integers(120, 134, (4, 4)).astype(np.uint8)
     result = execute(
         lambda dst, a, s: isa.nc_matmul_mx(dst, a, a, s, s),
-        dst=Tile(shape=(4, 4), space="psum"), a=Tile(a, "float8_e4m3fn_x4"), s=Tile(scale),
+        dst=Tile(shape=(4, 4), space="psum"),
+        a=Tile(a, "float8_e4m3fn_x4"),
+        s=Tile(scale),
         options=GEN4,
-    )  # fmt: skip
+    )
     values = a_values * np.repeat(2.0 ** (scale.astype(int) - 127), 8, axis=0)[:, :, None]
     np.testing.assert_allclose(
         result["dst"], np.einsum("pmj,pnj->mn", values, values), rtol=1e-5, atol=1e-6
@@ -100,9 +107,14 @@ def test_matmuls_accumulate_like_ordinary_ones() -> None:
 
     psum = Tile(shape=(4, 4), space="psum")
     result = execute(
-        body, once=psum, twice=psum, again=psum, a=Tile(a, "float8_e4m3fn_x4"), s=Tile(scale),
+        body,
+        once=psum,
+        twice=psum,
+        again=psum,
+        a=Tile(a, "float8_e4m3fn_x4"),
+        s=Tile(scale),
         options=GEN4,
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(result["twice"], 2 * result["once"], rtol=1e-6)
     np.testing.assert_array_equal(result["again"], result["once"])
 
@@ -153,9 +165,11 @@ def test_quantising_follows_the_rule_group_by_group(dtype: str, reserve: int, ba
     src[8:16, 0, :4] = 0
     result = execute(
         lambda dst, x, s: isa.quantize_mx(dst, x, s[base : base + 36]),
-        dst=Tile(shape=(64, 6), dtype=dtype), x=Tile(src),
-        s=Tile(shape=(64, 6), dtype="uint8"), options=GEN4,
-    )  # fmt: skip
+        dst=Tile(shape=(64, 6), dtype=dtype),
+        x=Tile(src),
+        s=Tile(shape=(64, 6), dtype="uint8"),
+        options=GEN4,
+    )
     values = src.astype(np.float64).reshape(64, 6, 4)
     limit = float(ml_dtypes.finfo(FP8[dtype]).max)
     codes = result["dst"].view(np.uint8).reshape(64, 6, 4)
@@ -177,10 +191,12 @@ def test_the_rule_of_older_releases_leaves_no_headroom(kind: Any) -> None:
     scales = []
     for headroom in (0, 1):
         result = execute(
-            isa.quantize_mx, dst=Tile(shape=(32, 1), dtype="float8_e4m3fn_x4"), src=Tile(src),
+            isa.quantize_mx,
+            dst=Tile(shape=(32, 1), dtype="float8_e4m3fn_x4"),
+            src=Tile(src),
             dst_scale=Tile(np.zeros((32, 1), np.uint8)),
             options=SimOptions(target="trn3", mx_headroom=headroom),
-        )  # fmt: skip
+        )
         scales.append(result["dst_scale"][:4, 0].astype(int))
     assert (scales[1] == scales[0] + 1).all()
 
@@ -189,9 +205,12 @@ def test_quantising_leaves_the_other_rows_of_the_scale_tile() -> None:
     src = np.ones((64, 8), ml_dtypes.bfloat16)
     old = np.full((64, 2), 9, np.uint8)
     result = execute(
-        isa.quantize_mx, dst=Tile(shape=(64, 2), dtype="float8_e4m3fn_x4"), src=Tile(src),
-        dst_scale=Tile(old), options=GEN4,
-    )  # fmt: skip
+        isa.quantize_mx,
+        dst=Tile(shape=(64, 2), dtype="float8_e4m3fn_x4"),
+        src=Tile(src),
+        dst_scale=Tile(old),
+        options=GEN4,
+    )
     untouched = [row for row in range(64) if row % 32 >= 4]
     assert (result["dst_scale"][untouched] == 9).all()
     assert (result["dst_scale"][[0, 3, 32, 35]] == 127 - 7).all()
@@ -208,11 +227,16 @@ def test_a_quantised_product_is_close_to_the_exact_one() -> None:
 
     kind = "float8_e4m3fn_x4"
     result = execute(
-        body, dst=Tile(shape=(16, 24), space="psum"), a=Tile(a), b=Tile(b),
-        p=Tile(shape=(128, 16), dtype=kind), q=Tile(shape=(128, 24), dtype=kind),
-        s=Tile(shape=(128, 16), dtype="uint8"), t=Tile(shape=(128, 24), dtype="uint8"),
+        body,
+        dst=Tile(shape=(16, 24), space="psum"),
+        a=Tile(a),
+        b=Tile(b),
+        p=Tile(shape=(128, 16), dtype=kind),
+        q=Tile(shape=(128, 24), dtype=kind),
+        s=Tile(shape=(128, 16), dtype="uint8"),
+        t=Tile(shape=(128, 24), dtype="uint8"),
         options=GEN4,
-    )  # fmt: skip
+    )
     exact = np.einsum(
         "pmj,pnj->mn",
         a.astype(np.float64).reshape(128, 16, 4),
@@ -226,9 +250,11 @@ def test_a_quantised_product_is_close_to_the_exact_one() -> None:
 def test_a_scale_that_nobody_wrote_makes_the_product_unwritten() -> None:
     a, _ = packed(32, 4, "float8_e4m3fn_x4")
     tiles = {
-        "dst": Tile(shape=(4, 4), space="psum"), "a": Tile(a, "float8_e4m3fn_x4"),
-        "s": Tile(shape=(4, 4), dtype="uint8"), "t": Tile(np.full((4, 4), 127, np.uint8)),
-    }  # fmt: skip
+        "dst": Tile(shape=(4, 4), space="psum"),
+        "a": Tile(a, "float8_e4m3fn_x4"),
+        "s": Tile(shape=(4, 4), dtype="uint8"),
+        "t": Tile(np.full((4, 4), 127, np.uint8)),
+    }
 
     def body(dst: Any, a: Any, s: Any, t: Any) -> None:
         isa.nc_matmul_mx(dst, a, a, s, t)
@@ -243,9 +269,12 @@ KIND = "float8_e4m3fn_x4"
 A = Tile(np.zeros((64, 4), np.uint32), KIND)
 SCALE = Tile(np.zeros((64, 4), np.uint8))
 MATMUL = {
-    "dst": Tile(shape=(4, 4), space="psum"), "stationary": A, "moving": A,
-    "stationary_scale": SCALE, "moving_scale": SCALE,
-}  # fmt: skip
+    "dst": Tile(shape=(4, 4), space="psum"),
+    "stationary": A,
+    "moving": A,
+    "stationary_scale": SCALE,
+    "moving_scale": SCALE,
+}
 HALF = Tile(np.zeros((64, 16), ml_dtypes.bfloat16))
 QUANTISE = {"dst": Tile(shape=(64, 4), dtype=KIND), "src": HALF, "dst_scale": SCALE}
 
@@ -256,54 +285,68 @@ def tiled(position: Any, size: Any) -> Callable[..., Any]:
 
 REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "type": (
-        isa.nc_matmul_mx, MATMUL | {"moving": Tile(np.zeros((64, 4), ml_dtypes.bfloat16))},
+        isa.nc_matmul_mx,
+        MATMUL | {"moving": Tile(np.zeros((64, 4), ml_dtypes.bfloat16))},
         "moving: expected a packed x4 type; found bfloat16",
     ),
     "partitions": (
-        isa.nc_matmul_mx, MATMUL | {"stationary": Tile(np.zeros((48, 4), np.uint32), KIND)},
+        isa.nc_matmul_mx,
+        MATMUL | {"stationary": Tile(np.zeros((48, 4), np.uint32), KIND)},
         "stationary: expected a multiple of 32 partitions; found 48",
     ),
     "different-partitions": (
-        isa.nc_matmul_mx, MATMUL | {"moving": Tile(np.zeros((32, 4), np.uint32), KIND)},
+        isa.nc_matmul_mx,
+        MATMUL | {"moving": Tile(np.zeros((32, 4), np.uint32), KIND)},
         "moving: expected 64 partitions like stationary",
     ),
     "odd-columns": (
-        isa.nc_matmul_mx, MATMUL | {"stationary": Tile(np.zeros((64, 3), np.uint32), KIND)},
+        isa.nc_matmul_mx,
+        MATMUL | {"stationary": Tile(np.zeros((64, 3), np.uint32), KIND)},
         "stationary: expected an even number up to 128",
     ),
     "wide": (
-        isa.nc_matmul_mx, MATMUL | {"stationary": Tile(np.zeros((64, 130), np.uint32), KIND)},
+        isa.nc_matmul_mx,
+        MATMUL | {"stationary": Tile(np.zeros((64, 130), np.uint32), KIND)},
         "stationary: expected an even number up to 128",
     ),
     "moving-wide": (
-        isa.nc_matmul_mx, MATMUL | {"moving": Tile(np.zeros((64, 4097), np.uint32), KIND)},
+        isa.nc_matmul_mx,
+        MATMUL | {"moving": Tile(np.zeros((64, 4097), np.uint32), KIND)},
         "moving: expected at most 4096 columns",
     ),
     "dst-memory": (
-        isa.nc_matmul_mx, MATMUL | {"dst": Tile(shape=(4, 4))}, "dst: expected a tensor in PSUM",
+        isa.nc_matmul_mx,
+        MATMUL | {"dst": Tile(shape=(4, 4))},
+        "dst: expected a tensor in PSUM",
     ),
     "dst-type": (
-        isa.nc_matmul_mx, MATMUL | {"dst": Tile(shape=(4, 4), dtype="float16", space="psum")},
+        isa.nc_matmul_mx,
+        MATMUL | {"dst": Tile(shape=(4, 4), dtype="float16", space="psum")},
         "dst: expected float32 or bfloat16",
     ),
     "dst-shape": (
-        isa.nc_matmul_mx, MATMUL | {"dst": Tile(shape=(4, 5), space="psum")},
+        isa.nc_matmul_mx,
+        MATMUL | {"dst": Tile(shape=(4, 5), space="psum")},
         r"dst: expected shape \[4, 4\]",
     ),
     "scale-type": (
-        isa.nc_matmul_mx, MATMUL | {"moving_scale": Tile(np.zeros((64, 4), np.int8))},
+        isa.nc_matmul_mx,
+        MATMUL | {"moving_scale": Tile(np.zeros((64, 4), np.int8))},
         "moving_scale: expected uint8 or float8_e8m0fnu",
     ),
     "scale-columns": (
-        isa.nc_matmul_mx, MATMUL | {"moving_scale": Tile(np.zeros((64, 8), np.uint8))},
+        isa.nc_matmul_mx,
+        MATMUL | {"moving_scale": Tile(np.zeros((64, 8), np.uint8))},
         "moving_scale: expected 4 elements",
     ),
     "scale-partitions": (
-        isa.nc_matmul_mx, MATMUL | {"stationary_scale": Tile(np.zeros((35, 4), np.uint8))},
+        isa.nc_matmul_mx,
+        MATMUL | {"stationary_scale": Tile(np.zeros((35, 4), np.uint8))},
         "stationary_scale: expected at least 36 partitions for 2 quadrants",
     ),
     "scale-start": (
-        isa.nc_matmul_mx, MATMUL | {"moving_scale": Tile(np.zeros((36, 4), np.uint8), start=16)},
+        isa.nc_matmul_mx,
+        MATMUL | {"moving_scale": Tile(np.zeros((36, 4), np.uint8), start=16)},
         "moving_scale: expected a start partition of 0, 4, 8 or 12",
     ),
     "scale-psum": (
@@ -319,15 +362,18 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "tile-between": (tiled((32, 0), (64, 128)), MATMUL, "tile_position: expected 32, 64 or 128"),
     "tile-start": (tiled((64, 0), (64, 128)), MATMUL, "stationary: expected start partition 64"),
     "src-type": (
-        isa.quantize_mx, QUANTISE | {"src": Tile(np.zeros((64, 16), np.float32))},
+        isa.quantize_mx,
+        QUANTISE | {"src": Tile(np.zeros((64, 16), np.float32))},
         "src: expected float16 or bfloat16",
     ),
     "src-partitions": (
-        isa.quantize_mx, QUANTISE | {"src": Tile(np.zeros((48, 16), ml_dtypes.bfloat16))},
+        isa.quantize_mx,
+        QUANTISE | {"src": Tile(np.zeros((48, 16), ml_dtypes.bfloat16))},
         "src: expected a multiple of 32 partitions",
     ),
     "src-elements": (
-        isa.quantize_mx, QUANTISE | {"src": Tile(np.zeros((64, 18), ml_dtypes.bfloat16))},
+        isa.quantize_mx,
+        QUANTISE | {"src": Tile(np.zeros((64, 18), ml_dtypes.bfloat16))},
         "src: expected a multiple of 4 elements",
     ),
     "src-psum": (
@@ -336,18 +382,21 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "src: expected a tensor in SBUF",
     ),
     "dst-fp4": (
-        isa.quantize_mx, QUANTISE | {"dst": Tile(shape=(64, 4), dtype="float4_e2m1fn_x4")},
+        isa.quantize_mx,
+        QUANTISE | {"dst": Tile(shape=(64, 4), dtype="float4_e2m1fn_x4")},
         "dst: expected float8_e4m3fn_x4 or float8_e5m2_x4",
     ),
     "dst-elements": (
-        isa.quantize_mx, QUANTISE | {"dst": Tile(shape=(64, 5), dtype=KIND)},
+        isa.quantize_mx,
+        QUANTISE | {"dst": Tile(shape=(64, 5), dtype=KIND)},
         "dst: expected 4 packed elements",
     ),
     "dst-scale-type": (
-        isa.quantize_mx, QUANTISE | {"dst_scale": Tile(np.zeros((64, 4), np.int32))},
+        isa.quantize_mx,
+        QUANTISE | {"dst_scale": Tile(np.zeros((64, 4), np.int32))},
         "dst_scale: expected uint8",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

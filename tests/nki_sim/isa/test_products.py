@@ -98,8 +98,12 @@ def test_instruction_sets_and_threads_change_no_bit() -> None:
         for threads in ("1", "2"):
             settings = {"OPENBLAS_CORETYPE": core_type, "OPENBLAS_NUM_THREADS": threads}
             done = subprocess.run(
-                [sys.executable, "-c", code], cwd=Path(__file__).parents[3], text=True,
-                env={**os.environ, **settings}, capture_output=True, check=True,
-            )  # fmt: skip
+                [sys.executable, "-c", code],
+                cwd=Path(__file__).parents[3],
+                text=True,
+                env={**os.environ, **settings},
+                capture_output=True,
+                check=True,
+            )
             found.add(done.stdout.strip())
     assert len(found) == 1

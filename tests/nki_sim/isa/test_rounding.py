@@ -30,52 +30,62 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "tensor_tensor": (lambda d, x, y: isa.tensor_tensor(d, x, y, nl.multiply), WIDE),
     "tensor_scalar": (lambda d, x, v: isa.tensor_scalar(d, x, nl.multiply, v), WIDE),
     "tensor_scalar-on-scalar-engine": (
-        lambda d, x, v: isa.tensor_scalar(d, x, nl.multiply, v, engine=isa.engine.scalar), WIDE,
+        lambda d, x, v: isa.tensor_scalar(d, x, nl.multiply, v, engine=isa.engine.scalar),
+        WIDE,
     ),
     "scalar_tensor_tensor": (
-        lambda d, x, v, y: isa.scalar_tensor_tensor(d, x, nl.multiply, v, nl.add, y), WIDE,
+        lambda d, x, v, y: isa.scalar_tensor_tensor(d, x, nl.multiply, v, nl.add, y),
+        WIDE,
     ),
     "tensor_reduce": (lambda d, x: isa.tensor_reduce(d, nl.add, x, 1), COLUMN),
     "reciprocal": (lambda d, x: isa.reciprocal(d, x), WIDE),
     "tensor_tensor_scan": (
-        lambda d, x, y: isa.tensor_tensor_scan(d, x, y, 0.0, nl.maximum, nl.add), WIDE,
+        lambda d, x, y: isa.tensor_tensor_scan(d, x, y, 0.0, nl.maximum, nl.add),
+        WIDE,
     ),
     "tensor_copy": (lambda d, x: isa.tensor_copy(d, x), WIDE),
     "tensor_copy-gpsimd": (lambda d, x: isa.tensor_copy(d, x, engine=isa.engine.gpsimd), WIDE),
     "select_reduce": (lambda d, m, x: isa.select_reduce(d, m, x, 0.3), WIDE),
     "range_select": (
-        lambda d, x, b: isa.range_select(d, x, nl.less, nl.less, b, b), (P, 16),
+        lambda d, x, b: isa.range_select(d, x, nl.less, nl.less, b, b),
+        (P, 16),
     ),
     "tensor_scalar_reduce-dst": (
-        lambda d, x: isa.tensor_scalar_reduce(d, x, nl.multiply, 0.7, nl.add), WIDE,
+        lambda d, x: isa.tensor_scalar_reduce(d, x, nl.multiply, 0.7, nl.add),
+        WIDE,
     ),
     "tensor_scalar_reduce-result": (
-        lambda d, x, w: isa.tensor_scalar_reduce(w, x, nl.multiply, 0.7, nl.add, d), COLUMN,
+        lambda d, x, w: isa.tensor_scalar_reduce(w, x, nl.multiply, 0.7, nl.add, d),
+        COLUMN,
     ),
     "tensor_scalar_cumulative": (
-        lambda d, x: isa.tensor_scalar_cumulative(d, x, nl.multiply, nl.add, 0.7), WIDE,
+        lambda d, x: isa.tensor_scalar_cumulative(d, x, nl.multiply, nl.add, 0.7),
+        WIDE,
     ),
     "exponential": (lambda d, y: isa.exponential(d, y, 1.0), WIDE),
     "max8": (lambda d, x: isa.max8(d, x), EIGHT),
     "nc_match_replace8": (
-        lambda d, x, e: isa.nc_match_replace8(d, x, e, 0.3), WIDE,
+        lambda d, x, e: isa.nc_match_replace8(d, x, e, 0.3),
+        WIDE,
     ),
     "bn_stats": (lambda d, x: isa.bn_stats(d, x), (P, 6)),
     "bn_aggr": (lambda d, s: isa.bn_aggr(d, s), (P, 2)),
     "activation": (lambda d, y: isa.activation(d, nl.silu, y, scale=1.3), WIDE),
     "activation-result": (lambda d, y, w: isa.activation_reduce(w, nl.exp, y, nl.add, d), COLUMN),
     "activate2": (
-        lambda d, y: isa.activate2(d, nl.tanh, y, 1.3, 0.1, nl.multiply, nl.add), WIDE,
+        lambda d, y: isa.activate2(d, nl.tanh, y, 1.3, 0.1, nl.multiply, nl.add),
+        WIDE,
     ),
     "affine_select": (lambda d, x: isa.affine_select(d, [[1, F]], 0, x, 0.3), WIDE),
     "tensor_partition_reduce": (
-        lambda d, x: isa.tensor_partition_reduce(d, nl.add, x), (1, F),
+        lambda d, x: isa.tensor_partition_reduce(d, nl.add, x),
+        (1, F),
     ),
     "iota": (lambda d: isa.iota(d, [[1001, F]], 7, 13), WIDE),
     "rand2": (lambda d: isa.rand2(d, -3.0, 40.0), WIDE),
     "dma_copy": (lambda d, h: isa.dma_copy(d, h), WIDE),
     "dma_compute": (lambda d, h: isa.dma_compute(d, [h, h], nl.add), WIDE),
-}  # fmt: skip
+}
 INPUTS: dict[str, Tile] = {
     "x": Tile(X),
     "y": Tile(Y),

@@ -35,8 +35,11 @@ COLUMN = out(shape=(P, 1))
 def test_activation_scales_shifts_and_applies() -> None:
     result = execute(
         lambda dst, x, s, b: isa.activation(dst, nl.exp, x, bias=b, scale=s),
-        dst=out(), x=Tile(X, space="psum"), s=Tile(S), b=Tile(B.astype(BF16)),
-    )  # fmt: skip
+        dst=out(),
+        x=Tile(X, space="psum"),
+        s=Tile(S),
+        b=Tile(B.astype(BF16)),
+    )
     shift = B.astype(BF16).astype(np.float64)
     np.testing.assert_allclose(result["dst"], np.exp(X.astype(np.float64) * S + shift), rtol=2e-6)
 
@@ -45,8 +48,9 @@ def test_activation_takes_numbers_and_widens_integers() -> None:
     x = RANDOM.integers(-5, 5, (P, F)).astype(np.int8)
     result = execute(
         lambda dst, x: isa.activation(dst, nl.copy, x, bias=1.0, scale=0.5),
-        dst=out("bfloat16", (P, 2, 6)), x=Tile(x),
-    )  # fmt: skip
+        dst=out("bfloat16", (P, 2, 6)),
+        x=Tile(x),
+    )
     expected = (x * 0.5 + 1.0).astype(BF16)
     np.testing.assert_array_equal(result["dst"].reshape(P, F), expected)
 
@@ -117,8 +121,9 @@ def test_the_result_of_a_reduction_may_alias_the_destination() -> None:
     x = X[:, :1]
     result = execute(
         lambda dst, x: isa.activation_reduce(dst, nl.exp, x, nl.add, dst),
-        dst=COLUMN, x=Tile(x),
-    )  # fmt: skip
+        dst=COLUMN,
+        x=Tile(x),
+    )
     np.testing.assert_allclose(result["dst"], np.exp(x), rtol=1e-6)
 
 
@@ -134,9 +139,13 @@ def test_lanes_of_the_accumulators_are_partitions() -> None:
 
     low, high = X[:32], Y[:32]
     result = execute(
-        body, low=Tile(low), high=Tile(high, start=64), dst=out(shape=(32, F)),
-        dst_high=out(shape=(32, F), start=64), total=out(shape=(32, 1)),
-    )  # fmt: skip
+        body,
+        low=Tile(low),
+        high=Tile(high, start=64),
+        dst=out(shape=(32, F)),
+        dst_high=out(shape=(32, F), start=64),
+        total=out(shape=(32, 1)),
+    )
     np.testing.assert_allclose(result["total"][:, 0], 2 * low.sum(axis=1), rtol=1e-5, atol=1e-5)
 
 
@@ -156,8 +165,10 @@ def test_activate2_runs_its_operator_pairs(case: str) -> None:
     (op0, op1), reverses, formula = PIPELINES[case]
     result = execute(
         lambda dst, x: isa.activate2(dst, nl.tanh, x, 2.0, 0.5, op0, op1, **reverses),
-        dst=out(), x=Tile(X), options=GEN4,
-    )  # fmt: skip
+        dst=out(),
+        x=Tile(X),
+        options=GEN4,
+    )
     np.testing.assert_allclose(
         result["dst"], np.tanh(formula(X.astype(np.float64))), rtol=2e-6, atol=1e-6
     )
@@ -176,11 +187,23 @@ def test_activate2_runs_its_operator_pairs(case: str) -> None:
 def test_activate2_reduces_with_each_operator(op: str, formula: Callable[..., float]) -> None:
     result = execute(
         lambda dst, x, s, total: isa.activate2(
-            dst, nl.copy, x, s, 0.0, nl.multiply, nl.bypass, reduce_op=getattr(nl, op),
-            reduce_res=total, reduce_cmd=RESET_REDUCE,
+            dst,
+            nl.copy,
+            x,
+            s,
+            0.0,
+            nl.multiply,
+            nl.bypass,
+            reduce_op=getattr(nl, op),
+            reduce_res=total,
+            reduce_cmd=RESET_REDUCE,
         ),
-        dst=out(), x=Tile(X), s=Tile(S), total=COLUMN, options=GEN4,
-    )  # fmt: skip
+        dst=out(),
+        x=Tile(X),
+        s=Tile(S),
+        total=COLUMN,
+        options=GEN4,
+    )
     expected = [formula(row) for row in X * S]
     np.testing.assert_allclose(result["total"][:, 0], expected, rtol=1e-4, atol=1e-5)
 
@@ -190,8 +213,11 @@ def test_activate2_has_the_parametric_rectifier() -> None:
         lambda dst, x, s: isa.activate2(
             dst, nl.prelu, x, None, None, nl.bypass, nl.bypass, relu_param=s
         ),
-        dst=out(), x=Tile(X), s=Tile(S), options=GEN4,
-    )  # fmt: skip
+        dst=out(),
+        x=Tile(X),
+        s=Tile(S),
+        options=GEN4,
+    )
     np.testing.assert_allclose(result["dst"], np.where(X > 0, X, X * S), rtol=1e-6)
 
 
@@ -207,8 +233,9 @@ def test_an_input_outside_the_range_of_a_function_is_reported(op: str, value: fl
     assert op in finding.text
     inside = execute(
         lambda dst, x: isa.activation(dst, getattr(nl, op), x, scale=0.0, bias=1.0),
-        dst=out(shape=(1, 4)), x=Tile(x),
-    )  # fmt: skip
+        dst=out(shape=(1, 4)),
+        x=Tile(x),
+    )
     assert not [f for f in inside.run.findings if f.kind == "range"]
 
 
@@ -222,75 +249,120 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
     "elements": (activate, UNARY | {"x": Tile(X[:, :4])}, "trn2", "dst: expected 4 elements"),
     "partitions": (activate, UNARY | {"x": Tile(X[:8])}, "trn2", "dst: expected 8 partitions"),
     "packed": (
-        activate, UNARY | {"x": Tile(X.view(np.uint32), "float8_e5m2_x4")}, "trn2",
+        activate,
+        UNARY | {"x": Tile(X.view(np.uint32), "float8_e5m2_x4")},
+        "trn2",
         "data: expected an arithmetic type",
     ),
     "not-an-activation": (
-        lambda dst, x: isa.activation(dst, nl.add, x), UNARY, "trn2", "op: expected an activation",
+        lambda dst, x: isa.activation(dst, nl.add, x),
+        UNARY,
+        "trn2",
+        "op: expected an activation",
     ),
     "prelu-without-slope": (
-        lambda dst, x: isa.activation(dst, nl.prelu, x), UNARY, "trn2", "Use nisa.activate2",
+        lambda dst, x: isa.activation(dst, nl.prelu, x),
+        UNARY,
+        "trn2",
+        "Use nisa.activate2",
     ),
     "scale-bf16": (
-        lambda dst, x, s: activate(dst, x, scale=s), UNARY | {"s": Tile(S.astype(BF16))}, "trn2",
+        lambda dst, x, s: activate(dst, x, scale=s),
+        UNARY | {"s": Tile(S.astype(BF16))},
+        "trn2",
         "scale: expected a number or a float32 tensor; found bfloat16",
     ),
     "scale-shape": (
-        lambda dst, x, s: activate(dst, x, scale=s), UNARY | {"s": Tile(X)}, "trn2",
+        lambda dst, x, s: activate(dst, x, scale=s),
+        UNARY | {"s": Tile(X)},
+        "trn2",
         r"scale: expected a number or a tensor of shape \(40, 1\)",
     ),
     "bias-tfloat32": (
-        lambda dst, x, b: activate(dst, x, bias=b), UNARY | {"b": Tile(B, "tfloat32")}, "trn2",
+        lambda dst, x, b: activate(dst, x, bias=b),
+        UNARY | {"b": Tile(B, "tfloat32")},
+        "trn2",
         "bias: expected any type but tfloat32",
     ),
     "bias-number-gen2": (
-        lambda dst, x: activate(dst, x, bias=1.0), UNARY, "trn1",
+        lambda dst, x: activate(dst, x, bias=1.0),
+        UNARY,
+        "trn1",
         r"bias: expected a \(40, 1\) tensor before gen3",
     ),
     "reduce-op": (
-        lambda dst, x: activate(dst, x, reduce_op=nl.maximum, reduce_cmd=RESET_REDUCE), UNARY,
-        "trn2", "reduce_op: expected add; found maximum",
+        lambda dst, x: activate(dst, x, reduce_op=nl.maximum, reduce_cmd=RESET_REDUCE),
+        UNARY,
+        "trn2",
+        "reduce_op: expected add; found maximum",
     ),
     "reduce-without-op": (
-        lambda dst, x: activate(dst, x, reduce_cmd=RESET_REDUCE), UNARY, "trn2",
+        lambda dst, x: activate(dst, x, reduce_cmd=RESET_REDUCE),
+        UNARY,
+        "trn2",
         "reduce_op: expected add",
     ),
     "load-reduce": (
         lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.load_reduce),
-        UNARY, "trn2", "reduce_cmd: expected idle, reset, reduce or reset_reduce",
+        UNARY,
+        "trn2",
+        "reduce_cmd: expected idle, reset, reduce or reset_reduce",
     ),
     "registers-never-set": (
-        lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.reduce), UNARY,
-        "trn2", "reduce_cmd: expected a reset_reduce",
+        lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.reduce),
+        UNARY,
+        "trn2",
+        "reduce_cmd: expected a reset_reduce",
     ),
     "result-shape": (
-        lambda dst, x: isa.activation_reduce(dst, nl.exp, x, nl.add, x), UNARY, "trn2",
+        lambda dst, x: isa.activation_reduce(dst, nl.exp, x, nl.add, x),
+        UNARY,
+        "trn2",
         r"reduce_res: expected a tensor of shape \(40, 1\)",
     ),
     "activate2-gen3": (
-        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add), UNARY, "trn2",
+        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add),
+        UNARY,
+        "trn2",
         "activate2: expected gen4",
     ),
     "activate2-pair": (
-        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.add, nl.multiply), UNARY, "trn3",
+        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.add, nl.multiply),
+        UNARY,
+        "trn3",
         r"op0, op1: expected one of .* found add\+multiply",
     ),
     "activate2-reverse": (
         lambda dst, x: isa.activate2(
             dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.bypass, reverse1=True
-        ), UNARY, "trn3", "reverse1: expected False where op1 is bypass",
+        ),
+        UNARY,
+        "trn3",
+        "reverse1: expected False where op1 is bypass",
     ),
     "activate2-immediates": (
         lambda dst, x, s, b: isa.activate2(dst, nl.exp, x, s, b, nl.multiply, nl.add),
-        UNARY | {"s": Tile(S), "b": Tile(B.astype(BF16))}, "trn3", "imm1: expected float32",
+        UNARY | {"s": Tile(S), "b": Tile(B.astype(BF16))},
+        "trn3",
+        "imm1: expected float32",
     ),
     "activate2-reduce-op": (
         lambda dst, x: isa.activate2(
-            dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add, reduce_op=nl.multiply,
+            dst,
+            nl.exp,
+            x,
+            1.0,
+            1.0,
+            nl.multiply,
+            nl.add,
+            reduce_op=nl.multiply,
             reduce_cmd=RESET_REDUCE,
-        ), UNARY, "trn3", "reduce_op: expected abs_max, abs_min, add, maximum, minimum",
+        ),
+        UNARY,
+        "trn3",
+        "reduce_op: expected abs_max, abs_min, add, maximum, minimum",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -143,16 +143,21 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one-core-ends": (on_core_1(lambda: None, send()), DeadlockError, "have ended"),
     "different-pipes": (on_core_1(send(pipe=1), send()), DeadlockError, "sendrecv at"),
     "barrier-and-exchange": (
-        on_core_1(lambda: isa.core_barrier(filled(1.0), (0, 1)), send()), DeadlockError, "waits in",
+        on_core_1(lambda: isa.core_barrier(filled(1.0), (0, 1)), send()),
+        DeadlockError,
+        "waits in",
     ),
     "shapes-differ": (on_core_1(send((16, 4)), send()), DivergenceError, "from the other core"),
     "types-differ": (on_core_1(send(dtype=nl.int32), send()), DivergenceError, "int32|float32"),
     "different-places": (
-        on_core_1(lambda: isa.core_barrier(filled(1.0), (0, 1)),
-                  lambda: isa.core_barrier(filled(1.0), (0, 1))),
-        DivergenceError, "core_barrier at",
+        on_core_1(
+            lambda: isa.core_barrier(filled(1.0), (0, 1)),
+            lambda: isa.core_barrier(filled(1.0), (0, 1)),
+        ),
+        DivergenceError,
+        "core_barrier at",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
@@ -184,7 +189,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "types": (lambda: exchange(filled(1.0), filled(1, dtype=nl.int32)), "like src"),
     "partner": (lambda: isa.sendrecv(filled(1.0), filled(1.0), 2, 2, 0), "a core below 2"),
     "psum": (
-        lambda: exchange(nl.ndarray((16, 8), nl.float32, buffer=nl.psum), filled(1.0)), "SBUF",
+        lambda: exchange(nl.ndarray((16, 8), nl.float32, buffer=nl.psum), filled(1.0)),
+        "SBUF",
     ),
     "gpsimd-bytes": (
         lambda: exchange(
@@ -193,10 +199,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "1024 bytes",
     ),
     "barrier-without-itself": (
-        lambda: isa.core_barrier(filled(1.0), (1 - nl.program_id(0),)), "this core",
+        lambda: isa.core_barrier(filled(1.0), (1 - nl.program_id(0),)),
+        "this core",
     ),
     "barrier-of-core-5": (lambda: isa.core_barrier(filled(1.0), (0, 5)), "different cores"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSALS)

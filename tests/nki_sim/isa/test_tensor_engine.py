@@ -305,7 +305,9 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "start-differs": (matmul(), MM | {"b": Tile(normal((64, 64)), start=64)}, "start partition 0"),
     "m-129": (matmul(), MM | {"a": Tile(normal((64, 129)))}, "at most 128"),
     "n-513": (
-        matmul(), MM | {"b": Tile(normal((64, 513))), "dst": psum((32, 513))}, "at most 512",
+        matmul(),
+        MM | {"b": Tile(normal((64, 513))), "dst": psum((32, 513))},
+        "at most 512",
     ),
     "dst-columns": (matmul(), MM | {"dst": psum((32, 63))}, "dst"),
     "dst-rows": (matmul(), MM | {"dst": psum((31, 64))}, "dst"),
@@ -313,21 +315,33 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "operand-in-psum": (matmul(), MM | {"a": Tile(BF, space="psum")}, "SBUF"),
     "double-row-of-three": (
         matmul(perf_mode="double_row"),
-        MM | {"a": Tile(normal((64, 3, 32), ml_dtypes.float8_e4m3)),
-              "b": Tile(normal((64, 3, 64), ml_dtypes.float8_e4m3)), "dst": psum((48, 96))},
+        MM
+        | {
+            "a": Tile(normal((64, 3, 32), ml_dtypes.float8_e4m3)),
+            "b": Tile(normal((64, 3, 64), ml_dtypes.float8_e4m3)),
+            "dst": psum((48, 96)),
+        },
         r"shape \[K, 2, \.\.\] with double_row",
     ),
     "double-row-of-none": (
         matmul(perf_mode="double_row"),
-        MM | {"a": Tile(normal((64, 2), ml_dtypes.float8_e4m3)),
-              "b": Tile(normal((64, 2), ml_dtypes.float8_e4m3)), "dst": psum((1, 1))},
+        MM
+        | {
+            "a": Tile(normal((64, 2), ml_dtypes.float8_e4m3)),
+            "b": Tile(normal((64, 2), ml_dtypes.float8_e4m3)),
+            "dst": psum((1, 1)),
+        },
         r"shape \[K, 2, \.\.\] with double_row",
     ),
     "e4m3fn-before-generation-4": (
-        matmul(), MM | {"a": Tile(normal((64, 32), ml_dtypes.float8_e4m3fn))}, "gen4",
+        matmul(),
+        MM | {"a": Tile(normal((64, 32), ml_dtypes.float8_e4m3fn))},
+        "gen4",
     ),
     "double-row-bfloat16": (
-        matmul(perf_mode="double_row"), MM | {"dst": psum((16, 32))}, "8-bit float",
+        matmul(perf_mode="double_row"),
+        MM | {"dst": psum((16, 32))},
+        "8-bit float",
     ),
     "unknown-mode": (matmul(perf_mode="fast"), MM, "double_row"),
     "tile-size-48": (matmul(tile_position=(0, 0), tile_size=(48, 128)), MM, "32, 64, 128"),
@@ -335,20 +349,26 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "tile-too-small": (matmul(tile_position=(0, 0), tile_size=(32, 128)), MM, "at least"),
     "tile-without-size": (matmul(tile_position=(0, 0)), MM, "two numbers"),
     "column-tile-elsewhere": (
-        matmul(tile_position=(0, 32), tile_size=(128, 32)), MM, "start partition 32",
+        matmul(tile_position=(0, 32), tile_size=(128, 32)),
+        MM,
+        "start partition 32",
     ),
     "transpose-dtype": (
-        matmul(is_transpose=True), MM | {"dst": psum((32, 64))}, "bfloat16 like stationary",
+        matmul(is_transpose=True),
+        MM | {"dst": psum((32, 64))},
+        "bfloat16 like stationary",
     ),
     "transpose-that-adds": (
         matmul(is_transpose=True, accumulate=True),
-        MM | {"dst": psum((32, 64), "bfloat16")}, "no accumulation",
+        MM | {"dst": psum((32, 64), "bfloat16")},
+        "no accumulation",
     ),
     "transpose-columns": (
         matmul(is_transpose=True),
-        MM | {"b": Tile(normal((64, 32))), "dst": psum((32, 32), "bfloat16")}, "identity",
+        MM | {"b": Tile(normal((64, 32))), "dst": psum((32, 32), "bfloat16")},
+        "identity",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -413,8 +433,11 @@ def test_generation_4_takes_wide_moving_operands_and_several_banks() -> None:
     a, b = normal((16, 32)), normal((16, 1024))
     result = execute(
         lambda dst, a, b: isa.nc_matmul(dst, a, b),
-        options=TRN3, dst=psum((32, 1024)), a=Tile(a), b=Tile(b),
-    )  # fmt: skip
+        options=TRN3,
+        dst=psum((32, 1024)),
+        a=Tile(a),
+        b=Tile(b),
+    )
     np.testing.assert_allclose(result["dst"], product(a, b), rtol=1e-5, atol=1e-4)
 
 
@@ -443,7 +466,9 @@ def test_a_product_may_be_added_to_what_was_turned_into_psum() -> None:
 def test_without_a_check_unwritten_memory_holds_the_fill(fill: int) -> None:
     options = SimOptions(uninitialized="off", fill=fill)
     result = execute(
-        lambda dst, x: isa.tensor_copy(dst, x), options=options,
-        dst=Tile(shape=(4, 4), dtype="uint8"), x=Tile(shape=(4, 4), dtype="uint8"),
-    )  # fmt: skip
+        lambda dst, x: isa.tensor_copy(dst, x),
+        options=options,
+        dst=Tile(shape=(4, 4), dtype="uint8"),
+        x=Tile(shape=(4, 4), dtype="uint8"),
+    )
     assert (result["dst"] == fill).all()

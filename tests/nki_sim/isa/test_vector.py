@@ -141,9 +141,7 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
         wrap(i64(BIG) + i64(BIG2[:, :1])),
     ),
     "tensor_scalar-int32-maximum-is-float32": (
-        lambda dst, x: isa.tensor_scalar(
-            dst, x, nl.maximum, 1, op1=nl.subtract, operand1=1 << 24
-        ),
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.maximum, 1, op1=nl.subtract, operand1=1 << 24),
         {"dst": out("int32"), "x": Tile(np.full((P, F), (1 << 24) + 1, np.int32))},
         np.zeros((P, F)),
     ),
@@ -157,9 +155,7 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
         (np.arange(F) == 0) * np.ones((P, 1)),
     ),
     "tensor_scalar-shift-and-mask": (
-        lambda dst, x: isa.tensor_scalar(
-            dst, x, nl.right_shift, 4, op1=nl.bitwise_and, operand1=3
-        ),
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.right_shift, 4, op1=nl.bitwise_and, operand1=3),
         {"dst": out("uint8"), "x": Tile(BYTES)},
         BYTES // 16 % 4,
     ),
@@ -267,11 +263,9 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
             "lo": Tile(np.full((P, 1), 103, np.float32)),
             "hi": Tile(np.arange(P, dtype=np.float32)[:, None] + 105),
         },
-        np.where(
-            (np.arange(F) >= 3) & (np.arange(F) < np.arange(P)[:, None] + 5), X, FP32_MIN
-        ),
+        np.where((np.arange(F) >= 3) & (np.arange(F) < np.arange(P)[:, None] + 5), X, FP32_MIN),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MEANINGS)
@@ -298,8 +292,11 @@ def test_a_scan_is_the_recurrence_written_out(op0: str, reverse0: bool, reverse1
         lambda dst, x, y, v: isa.tensor_tensor_scan(
             dst, x, y, v, getattr(nl, op0), nl.subtract, reverse0, reverse1
         ),
-        dst=out(shape=(3, F)), x=Tile(X[:3]), y=Tile(Y[:3]), v=Tile(V[:3]),
-    )  # fmt: skip
+        dst=out(shape=(3, F)),
+        x=Tile(X[:3]),
+        y=Tile(Y[:3]),
+        v=Tile(V[:3]),
+    )
     for row in range(3):
         state = float(V[row, 0])
         for column in range(F):
@@ -331,9 +328,15 @@ def test_tensor_scalar_reduce_combines_rows_across_instructions(op: str) -> None
     def body(a: Any, b: Any, c: Any, dst: Any, first: Any, second: Any, third: Any) -> None:
         isa.tensor_scalar_reduce(dst, a, nl.add, 1.0, code, first)
         isa.tensor_scalar_reduce(
-            dst, b, nl.add, 1.0, code, second, reduce_cmd=isa.reduce_cmd.reduce,
+            dst,
+            b,
+            nl.add,
+            1.0,
+            code,
+            second,
+            reduce_cmd=isa.reduce_cmd.reduce,
             reduce_res_negate=True,
-        )  # fmt: skip
+        )
         isa.tensor_scalar_reduce(
             dst, c, nl.abs, 0, code, third, reduce_cmd=isa.reduce_cmd.load_reduce, reduce_init=0.5
         )
@@ -409,9 +412,15 @@ def test_tensor_scalar_cumulative_writes_the_running_value(op: str) -> None:
 def test_an_unwritten_start_value_makes_the_result_unwritten() -> None:
     def body(dst: Any, x: Any, start: Any, total: Any) -> None:
         isa.tensor_scalar_reduce(
-            dst, x, nl.add, 1.0, nl.add, total, reduce_cmd=isa.reduce_cmd.load_reduce,
+            dst,
+            x,
+            nl.add,
+            1.0,
+            nl.add,
+            total,
+            reduce_cmd=isa.reduce_cmd.load_reduce,
             reduce_init=start,
-        )  # fmt: skip
+        )
 
     column = out(shape=(P, 1))
     result = execute(body, dst=out(), x=Tile(X), start=column, total=column)
@@ -424,9 +433,13 @@ def test_exponential_subtracts_the_maximum_and_sums() -> None:
         isa.exponential(dst, x, v, total, isa.reduce_cmd.load_reduce, 1.0)
 
     result = execute(
-        body, dst=out(), x=Tile(X), v=Tile(V), total=out(shape=(P, 1)),
+        body,
+        dst=out(),
+        x=Tile(X),
+        v=Tile(V),
+        total=out(shape=(P, 1)),
         options=SimOptions(target="trn3"),
-    )  # fmt: skip
+    )
     expected = np.exp(X.astype(np.float64) - V)
     np.testing.assert_allclose(result["dst"], expected, rtol=1e-6)
     np.testing.assert_allclose(result["total"][:, 0], 1.0 + expected.sum(axis=1), rtol=1e-5)
@@ -435,8 +448,11 @@ def test_exponential_subtracts_the_maximum_and_sums() -> None:
 def test_generation_4_keeps_the_smaller_magnitude() -> None:
     result = execute(
         lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.abs_min),
-        dst=out(), x=Tile(X), y=Tile(X[::-1].copy()), options=SimOptions(target="trn3"),
-    )  # fmt: skip
+        dst=out(),
+        x=Tile(X),
+        y=Tile(X[::-1].copy()),
+        options=SimOptions(target="trn3"),
+    )
     other = X[::-1]
     np.testing.assert_array_equal(result["dst"], np.where(np.abs(X) < np.abs(other), X, other))
 
@@ -460,8 +476,9 @@ def test_results_round_to_nearest_even_once(dtype: str, bits: int) -> None:
     x = np.maximum(np.abs(values), 0.25).astype(np.float32)[None, :]
     result = execute(
         lambda dst, x: isa.tensor_scalar(dst, x, nl.multiply, 1.0),
-        dst=out(dtype, x.shape), x=Tile(x),
-    )  # fmt: skip
+        dst=out(dtype, x.shape),
+        x=Tile(x),
+    )
     expected = nearest_even(x.astype(np.float64), bits)
     np.testing.assert_array_equal(result["dst"].astype(np.float64), expected)
 
@@ -515,20 +532,25 @@ def test_storing_an_accumulator_is_part_of_the_cost(name: str, reads: bool) -> N
         READERS[name](d, x, m, b, r if reads else None)
 
     result = execute(
-        body, d=out(), x=Tile(X), m=Tile(FLAGS), b=Tile(V), r=out(shape=(P, 1)),
+        body,
+        d=out(),
+        x=Tile(X),
+        m=Tile(FLAGS),
+        b=Tile(V),
+        r=out(shape=(P, 1)),
         options=SimOptions(target="trn3"),
-    )  # fmt: skip
+    )
     (record,) = list(result.run.trace)
     assert record.facts.reads_accumulator is reads
 
 
 def test_the_dtype_of_older_releases_is_accepted_and_reported() -> None:
     result = execute(
-        lambda d, x, y: isa.scalar_tensor_tensor(
-            d, x, nl.add, 1.0, nl.add, y, dtype=nl.bfloat16
-        ),
-        d=out(), x=Tile(X), y=Tile(Y),
-    )  # fmt: skip
+        lambda d, x, y: isa.scalar_tensor_tensor(d, x, nl.add, 1.0, nl.add, y, dtype=nl.bfloat16),
+        d=out(),
+        x=Tile(X),
+        y=Tile(Y),
+    )
     np.testing.assert_allclose(result["d"], X + 1.0 + Y, rtol=1e-6)
     (finding,) = result.run.findings
     assert (finding.kind, "dtype is ignored" in finding.text) == ("deprecated", True)

@@ -68,109 +68,145 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "tt-partitions": (add, BINARY | {"y": BAD_ROWS}, "data2: expected 48 partitions .* found 40"),
     "tt-start": (add, BINARY | {"y": Tile(Y, start=32)}, "data2: expected a start partition"),
     "tt-unary-op": (
-        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.exp), BINARY, "op: expected an ALU",
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.exp),
+        BINARY,
+        "op: expected an ALU",
     ),
     "tt-bits-on-floats": (
-        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.bitwise_or), BINARY,
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.bitwise_or),
+        BINARY,
         "dst: expected an integer type for bitwise_or; found float32",
     ),
     "tt-power-psum": (
         lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.power),
-        BINARY | {"x": Tile(X, space="psum")}, "data1: expected a tensor in SBUF, as GpSimd",
+        BINARY | {"x": Tile(X, space="psum")},
+        "data1: expected a tensor in SBUF, as GpSimd",
     ),
     "tt-engine": (
-        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.add, engine=isa.engine.scalar), BINARY,
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.add, engine=isa.engine.scalar),
+        BINARY,
         "engine: expected one of vector, gpsimd; found scalar",
     ),
     "tt-abs-min-gen3": (
-        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.abs_min), BINARY, "needs gen4",
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.abs_min),
+        BINARY,
+        "needs gen4",
     ),
     "ts-operand-shape": (
-        scale, UNARY | {"v": Tile(X[:, :2])}, r"operand0: expected a number or .*\(48, 1\)",
+        scale,
+        UNARY | {"v": Tile(X[:, :2])},
+        r"operand0: expected a number or .*\(48, 1\)",
     ),
     "ts-operand-rows": (scale, UNARY | {"v": Tile(V[:8])}, r"operand0: .*found \[8, 1\]"),
     "ts-operand-integer": (
-        scale, UNARY | {"v": Tile(V.astype(np.int32))}, "operand0: expected a floating-point",
+        scale,
+        UNARY | {"v": Tile(V.astype(np.int32))},
+        "operand0: expected a floating-point",
     ),
     "ts-mixed-kinds": (
         lambda dst, x: isa.tensor_scalar(dst, x, nl.bitwise_and, 1, op1=nl.add, operand1=1),
-        {"dst": out("uint8"), "x": Tile(BYTES)}, "op1: expected two bit operators or two",
+        {"dst": out("uint8"), "x": Tile(BYTES)},
+        "op1: expected two bit operators or two",
     ),
     "ts-bits-on-floats": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.left_shift, 1), UNARY,
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.left_shift, 1),
+        UNARY,
         "data: expected an integer type for left_shift",
     ),
     "ts-bits-float-operand": (
         lambda dst, x: isa.tensor_scalar(dst, x, nl.left_shift, 1.0),
-        {"dst": out("uint8"), "x": Tile(BYTES)}, "operand0: expected an integer for left_shift",
+        {"dst": out("uint8"), "x": Tile(BYTES)},
+        "operand0: expected an integer for left_shift",
     ),
     "ts-unary-with-operand": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.abs, 2.0), UNARY,
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.abs, 2.0),
+        UNARY,
         "operand0: expected None or 0 for abs",
     ),
     "ts-operand-without-op": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 2.0, operand1=1.0), UNARY,
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 2.0, operand1=1.0),
+        UNARY,
         "operand1: expected None where op1 is None",
     ),
     "ts-rsqrt-on-vector": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.rsqrt, None, engine=isa.engine.vector), UNARY,
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.rsqrt, None, engine=isa.engine.vector),
+        UNARY,
         "engine: expected one of gpsimd; found vector",
     ),
     "ts-gpsimd-without-rsqrt": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 1.0, engine=isa.engine.gpsimd), UNARY,
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 1.0, engine=isa.engine.gpsimd),
+        UNARY,
         "engine: expected one of vector, scalar; found gpsimd",
     ),
     "ts-scalar-engine-pair": (
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.maximum, 1.0, engine=isa.engine.scalar), UNARY,
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.maximum, 1.0, engine=isa.engine.scalar),
+        UNARY,
         "engine: expected vector, or gen3 with multiply",
     ),
     "stt-bits": (
-        lambda dst, x, y: isa.scalar_tensor_tensor(dst, x, nl.add, 1.0, nl.bitwise_or, y), BINARY,
+        lambda dst, x, y: isa.scalar_tensor_tensor(dst, x, nl.add, 1.0, nl.bitwise_or, y),
+        BINARY,
         "op1: expected an arithmetic operator",
     ),
     "stt-both-psum": (
         lambda dst, x, y: isa.scalar_tensor_tensor(dst, x, nl.add, 1.0, nl.add, y),
-        BINARY | {"x": Tile(X, space="psum"), "y": Tile(Y, space="psum")}, "operand1: expected SB",
+        BINARY | {"x": Tile(X, space="psum"), "y": Tile(Y, space="psum")},
+        "operand1: expected SB",
     ),
     "tr-partition-axis": (
-        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, axis=0), UNARY, "axis: expected the last",
+        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, axis=0),
+        UNARY,
+        "axis: expected the last",
     ),
     "tr-not-last-axis": (
         lambda dst, x: isa.tensor_reduce(dst, nl.add, x, axis=1),
-        {"dst": out(shape=(P, 5)), "x": Tile(X.reshape(P, 4, 5))}, "axis: expected the last free",
+        {"dst": out(shape=(P, 5)), "x": Tile(X.reshape(P, 4, 5))},
+        "axis: expected the last free",
     ),
     "tr-dst-elements": (
-        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, axis=1), UNARY, "dst: expected 1 elements",
+        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, axis=1),
+        UNARY,
+        "dst: expected 1 elements",
     ),
     "tr-op": (
         lambda dst, x: isa.tensor_reduce(dst, nl.equal, x, axis=1),
-        {"dst": out(shape=(P, 1)), "x": Tile(X)}, "op: expected a reduction operator; found equal",
+        {"dst": out(shape=(P, 1)), "x": Tile(X)},
+        "op: expected a reduction operator; found equal",
     ),
     "tr-negate-bits": (
         lambda dst, x: isa.tensor_reduce(dst, nl.bitwise_or, x, axis=1, negate=True),
-        {"dst": out("uint8", (P, 1)), "x": Tile(BYTES)}, "negate: expected False",
+        {"dst": out("uint8", (P, 1)), "x": Tile(BYTES)},
+        "negate: expected False",
     ),
     "tr-bits-on-floats": (
         lambda dst, x: isa.tensor_reduce(dst, nl.bitwise_or, x, axis=1),
-        {"dst": out(shape=(P, 1)), "x": Tile(X)}, "data: expected an integer type",
+        {"dst": out(shape=(P, 1)), "x": Tile(X)},
+        "data: expected an integer type",
     ),
     "reciprocal-elements": (
-        lambda dst, x: isa.reciprocal(dst, x), UNARY | {"x": BAD_SHAPE}, "dst: expected 10 el",
+        lambda dst, x: isa.reciprocal(dst, x),
+        UNARY | {"x": BAD_SHAPE},
+        "dst: expected 10 el",
     ),
     "scan-both-psum": (
         lambda dst, x, y: isa.tensor_tensor_scan(dst, x, y, 0.0, nl.add, nl.add),
-        BINARY | {"x": Tile(X, space="psum"), "y": Tile(Y, space="psum")}, "data1: expected SBUF",
+        BINARY | {"x": Tile(X, space="psum"), "y": Tile(Y, space="psum")},
+        "data1: expected SBUF",
     ),
     "scan-bits": (
-        lambda dst, x, y: isa.tensor_tensor_scan(dst, x, y, 0.0, nl.bitwise_or, nl.add), BINARY,
+        lambda dst, x, y: isa.tensor_tensor_scan(dst, x, y, 0.0, nl.bitwise_or, nl.add),
+        BINARY,
         "op0: expected an arithmetic operator",
     ),
     "copy-gpsimd-psum": (
         lambda dst, x: isa.tensor_copy(dst, x, engine=isa.engine.gpsimd),
-        UNARY | {"x": Tile(X, space="psum")}, "src: expected a tensor in SBUF, as GpSimd",
+        UNARY | {"x": Tile(X, space="psum")},
+        "src: expected a tensor in SBUF, as GpSimd",
     ),
     "copy-engine": (
-        lambda dst, x: isa.tensor_copy(dst, x, engine=isa.engine.tensor), UNARY, "engine: expected",
+        lambda dst, x: isa.tensor_copy(dst, x, engine=isa.engine.tensor),
+        UNARY,
+        "engine: expected",
     ),
     "copy-packed": (
         lambda dst, x: isa.tensor_copy(dst, x),
@@ -178,99 +214,140 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "dst: expected float8_e4m3fn_x4, as packed types are not converted",
     ),
     "memset-float-into-int": (
-        lambda dst: isa.memset(dst, 1.5), {"dst": out("int32")}, "value: expected an int",
+        lambda dst: isa.memset(dst, 1.5),
+        {"dst": out("int32")},
+        "value: expected an int",
     ),
     "memset-nan-into-int": (
-        lambda dst: isa.memset(dst, float("nan")), {"dst": out("int32")}, "value: expected an int",
+        lambda dst: isa.memset(dst, float("nan")),
+        {"dst": out("int32")},
+        "value: expected an int",
     ),
     "memset-infinity-into-int": (
-        lambda dst: isa.memset(dst, float("inf")), {"dst": out("int32")}, "value: expected an int",
+        lambda dst: isa.memset(dst, float("inf")),
+        {"dst": out("int32")},
+        "value: expected an int",
     ),
     "memset-out-of-range": (
-        lambda dst: isa.memset(dst, 256), {"dst": out("uint8")}, "value: expected an int",
+        lambda dst: isa.memset(dst, 256),
+        {"dst": out("uint8")},
+        "value: expected an int",
     ),
     "memset-packed": (
-        lambda dst: isa.memset(dst, 1), {"dst": out("float4_e2m1fn_x4")}, "value: expected 0 for",
+        lambda dst: isa.memset(dst, 1),
+        {"dst": out("float4_e2m1fn_x4")},
+        "value: expected 0 for",
     ),
     "memset-gpsimd-psum": (
-        lambda dst: isa.memset(dst, 0.0, engine=isa.engine.gpsimd), {"dst": out(space="psum")},
+        lambda dst: isa.memset(dst, 0.0, engine=isa.engine.gpsimd),
+        {"dst": out(space="psum")},
         "dst: expected a tensor in SBUF, as GpSimd",
     ),
     "memset-scalar-engine": (
-        lambda dst: isa.memset(dst, 0.0, engine=isa.engine.scalar), {"dst": out()},
+        lambda dst: isa.memset(dst, 0.0, engine=isa.engine.scalar),
+        {"dst": out()},
         "engine: expected one of vector, gpsimd; found scalar",
     ),
     "tcp-predicate-dtype": (
-        keep, UNARY | {"p": Tile(FLAGS.astype(np.int8))}, "predicate: expected uint8, uint16",
+        keep,
+        UNARY | {"p": Tile(FLAGS.astype(np.int8))},
+        "predicate: expected uint8, uint16",
     ),
     "tcp-dtype": (
-        keep, {"dst": out("bfloat16"), "x": Tile(X), "p": Tile(FLAGS)}, "src: expected bfloat16",
+        keep,
+        {"dst": out("bfloat16"), "x": Tile(X), "p": Tile(FLAGS)},
+        "src: expected bfloat16",
     ),
     "tcp-both-psum": (
-        keep, UNARY | {"x": Tile(X, space="psum"), "p": Tile(FLAGS, space="psum")},
+        keep,
+        UNARY | {"x": Tile(X, space="psum"), "p": Tile(FLAGS, space="psum")},
         "predicate: expected SBUF",
     ),
     "sr-predicate-dtype": (
-        select, UNARY | {"p": Tile(FLAGS.astype(np.uint32))}, "predicate: expected int8, uint8",
+        select,
+        UNARY | {"p": Tile(FLAGS.astype(np.uint32))},
+        "predicate: expected int8, uint8",
     ),
     "sr-on-true-int32": (
-        select, {"dst": out(), "x": Tile(INTS), "p": Tile(FLAGS)}, "on_true: expected a type other",
+        select,
+        {"dst": out(), "x": Tile(INTS), "p": Tile(FLAGS)},
+        "on_true: expected a type other",
     ),
     "sr-reduce-op": (
         lambda dst, p, x: isa.select_reduce(dst, p, x, 0.0, reduce_op=nl.add),
-        UNARY | {"p": Tile(FLAGS)}, "reduce_op: expected maximum; found add",
+        UNARY | {"p": Tile(FLAGS)},
+        "reduce_op: expected maximum; found add",
     ),
     "sr-reduce-res-int": (
         lambda dst, p, x, r: isa.select_reduce(dst, p, x, 0.0, r, isa.reduce_cmd.reset_reduce),
-        UNARY | {"p": Tile(FLAGS), "r": out("int32", (P, 1))}, "reduce_res: expected a floating",
+        UNARY | {"p": Tile(FLAGS), "r": out("int32", (P, 1))},
+        "reduce_res: expected a floating",
     ),
     "sr-reduce-without-reset": (
         lambda dst, p, x, r: isa.select_reduce(dst, p, x, 0.0, r, isa.reduce_cmd.reduce),
-        UNARY | {"p": Tile(FLAGS), "r": out(shape=(P, 1))}, "reduce_cmd: expected a reset_reduce",
+        UNARY | {"p": Tile(FLAGS), "r": out(shape=(P, 1))},
+        "reduce_cmd: expected a reset_reduce",
     ),
     "rs-bound-dtype": (
-        in_range, UNARY | BOUNDS | {"hi": Tile(V.astype(BF16))}, "bound1: expected float32",
+        in_range,
+        UNARY | BOUNDS | {"hi": Tile(V.astype(BF16))},
+        "bound1: expected float32",
     ),
     "rs-bound-shape": (in_range, UNARY | BOUNDS | {"lo": Tile(X)}, "bound0: expected a number or"),
     "rs-integers": (in_range, UNARY | BOUNDS | {"x": Tile(INTS)}, "on_true_tile: expected a float"),
     "rs-comparison": (
         lambda dst, x, lo, hi: isa.range_select(dst, x, nl.not_equal, nl.less, lo, hi),
-        UNARY | BOUNDS, "comp_op0: expected equal, greater",
+        UNARY | BOUNDS,
+        "comp_op0: expected equal, greater",
     ),
     "rs-fill": (
-        lambda **tiles: in_range(**tiles, on_false_value=0.0), UNARY | BOUNDS, "on_false_value: e",
+        lambda **tiles: in_range(**tiles, on_false_value=0.0),
+        UNARY | BOUNDS,
+        "on_false_value: e",
     ),
     "rs-range": (
-        lambda **tiles: in_range(**tiles, range_start=1 << 24), UNARY | BOUNDS, "range_start: exp",
+        lambda **tiles: in_range(**tiles, range_start=1 << 24),
+        UNARY | BOUNDS,
+        "range_start: exp",
     ),
     "rs-reduce-op": (
-        lambda **tiles: in_range(**tiles, reduce_op=nl.add), UNARY | BOUNDS, "reduce_op: expected",
+        lambda **tiles: in_range(**tiles, reduce_op=nl.add),
+        UNARY | BOUNDS,
+        "reduce_op: expected",
     ),
     "tsr-reverse": (
-        lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.add, reverse0=True), UNARY,
+        lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.add, reverse0=True),
+        UNARY,
         "reverse0: expected False",
     ),
     "tsr-bits": (
         lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.bitwise_and, 1, nl.add),
-        {"dst": out("uint8"), "x": Tile(BYTES)}, "op0: expected an arithmetic",
+        {"dst": out("uint8"), "x": Tile(BYTES)},
+        "op0: expected an arithmetic",
     ),
     "tsr-integer-operand": (
         lambda dst, x, v: isa.tensor_scalar_reduce(dst, x, nl.add, v, nl.add),
-        UNARY | {"v": Tile(np.ones((P, 1), np.int32))}, "operand0: expected a floating-point",
+        UNARY | {"v": Tile(np.ones((P, 1), np.int32))},
+        "operand0: expected a floating-point",
     ),
     "tsr-reduce-op": (
-        lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.subtract), UNARY,
+        lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.subtract),
+        UNARY,
         "reduce_op: expected add, maximum, minimum, multiply",
     ),
     "tsr-idle": (
         lambda dst, x: isa.tensor_scalar_reduce(
             dst, x, nl.add, 1.0, nl.add, reduce_cmd=isa.reduce_cmd.idle
-        ), UNARY, "reduce_cmd: expected reset_reduce, reduce, load_reduce; found idle",
+        ),
+        UNARY,
+        "reduce_cmd: expected reset_reduce, reduce, load_reduce; found idle",
     ),
     "tsr-init-missing": (
         lambda dst, x: isa.tensor_scalar_reduce(
             dst, x, nl.add, 1.0, nl.add, reduce_cmd=isa.reduce_cmd.load_reduce
-        ), UNARY, "reduce_init: expected a number or",
+        ),
+        UNARY,
+        "reduce_init: expected a number or",
     ),
     "tsr-init-unused": (
         lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.add, reduce_init=1.0),
@@ -278,24 +355,29 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "reduce_init: expected None unless",
     ),
     "tsr-result-shape": (
-        lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.add, x), UNARY,
+        lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.add, x),
+        UNARY,
         r"reduce_res: expected a tensor of shape \(48, 1\)",
     ),
     "tsc-int32": (
         lambda dst, x: isa.tensor_scalar_cumulative(dst, x, nl.add, nl.add, 1.0),
-        {"dst": out(), "x": Tile(INTS)}, "src: expected a float or an 8- or 16-bit",
+        {"dst": out(), "x": Tile(INTS)},
+        "src: expected a float or an 8- or 16-bit",
     ),
     "tsc-op1": (
-        lambda dst, x: isa.tensor_scalar_cumulative(dst, x, nl.add, nl.logical_or, 1.0), UNARY,
+        lambda dst, x: isa.tensor_scalar_cumulative(dst, x, nl.add, nl.logical_or, 1.0),
+        UNARY,
         "op1: expected add, maximum",
     ),
     "tsc-idle": (
         lambda dst, x: isa.tensor_scalar_cumulative(
             dst, x, nl.add, nl.add, 1.0, reduce_cmd=isa.reduce_cmd.idle
-        ), UNARY, "reduce_cmd: expected",
+        ),
+        UNARY,
+        "reduce_cmd: expected",
     ),
     "exponential-gen3": (lambda dst, x: isa.exponential(dst, x), UNARY, "expected gen4"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -310,8 +392,9 @@ def test_the_scalar_engine_copies_from_the_second_generation_on_only() -> None:
     with pytest.raises(IllegalOperand, match="engine: expected vector or gpsimd before gen3"):
         execute(
             lambda dst, x: isa.tensor_copy(dst, x, engine=isa.engine.scalar),
-            options=SimOptions(target="trn1"), **tiles,
-        )  # fmt: skip
+            options=SimOptions(target="trn1"),
+            **tiles,
+        )
 
 
 def test_range_select_does_not_exist_before_gen3() -> None:

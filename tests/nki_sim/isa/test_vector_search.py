@@ -65,8 +65,10 @@ def test_max8_rounds_to_the_type_of_its_destination() -> None:
 def test_find_index8_gives_successive_positions_to_equal_values(dtype: str, no_match: int) -> None:
     result = execute(
         lambda dst, x, v: isa.nc_find_index8(dst, x, v),
-        dst=out(dtype), x=Tile(TIES), v=Tile(EIGHT),
-    )  # fmt: skip
+        dst=out(dtype),
+        x=Tile(TIES),
+        v=Tile(EIGHT),
+    )
     for row in range(P):
         expected = find_in_order(TIES[row].tolist(), EIGHT[row].tolist(), range(8))
         assert result["dst"][row].tolist() == [no_match if e < 0 else e for e in expected]
@@ -75,8 +77,11 @@ def test_find_index8_gives_successive_positions_to_equal_values(dtype: str, no_m
 def test_match_replace8_serves_the_last_slot_first() -> None:
     result = execute(
         lambda dst, x, v, i: isa.nc_match_replace8(dst, x, v, -1.0, i),
-        dst=out(shape=(P, F)), x=Tile(TIES), v=Tile(EIGHT), i=out("uint32"),
-    )  # fmt: skip
+        dst=out(shape=(P, F)),
+        x=Tile(TIES),
+        v=Tile(EIGHT),
+        i=out("uint32"),
+    )
     for row in range(P):
         positions = find_in_order(TIES[row].tolist(), EIGHT[row].tolist(), range(7, -1, -1))
         expected = TIES[row].copy()
@@ -133,8 +138,9 @@ def test_stream_shuffle_broadcasts_one_partition_to_another_quadrant(partitions:
     x = RANDOM.normal(size=(1, 3)).astype(np.float32)
     result = execute(
         lambda dst, x: isa.nc_stream_shuffle(dst, x, [0] * 32),
-        dst=out(shape=(partitions, 3), start=64), x=Tile(x, start=32),
-    )  # fmt: skip
+        dst=out(shape=(partitions, 3), start=64),
+        x=Tile(x, start=32),
+    )
     assert result["dst"].tolist() == np.repeat(x, partitions, axis=0).tolist()
 
 
@@ -177,26 +183,34 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "max8-many": (isa.max8, {"dst": out(), "src": WIDE}, "src: expected 8 to 16384"),
     "max8-dst": (isa.max8, {"dst": out(shape=(P, 9)), "src": Tile(FLOATS)}, "dst: expected 8 el"),
     "max8-rank": (
-        isa.max8, {"dst": out(), "src": Tile(FLOATS.reshape(P, 2, 3, 4))}, "src: expected at most",
+        isa.max8,
+        {"dst": out(), "src": Tile(FLOATS.reshape(P, 2, 3, 4))},
+        "src: expected at most",
     ),
     "max8-partitions": (
-        isa.max8, {"dst": out(shape=(8, 8)), "src": Tile(FLOATS)}, "dst: expected 16 partitions",
+        isa.max8,
+        {"dst": out(shape=(8, 8)), "src": Tile(FLOATS)},
+        "dst: expected 16 partitions",
     ),
     "find-dst-dtype": (
-        isa.nc_find_index8, {"dst": out("int32"), "data": Tile(TIES), "vals": Tile(EIGHT)},
+        isa.nc_find_index8,
+        {"dst": out("int32"), "data": Tile(TIES), "vals": Tile(EIGHT)},
         "dst: expected uint16 or uint32",
     ),
     "find-vals": (
-        isa.nc_find_index8, {"dst": out("uint32"), "data": Tile(TIES), "vals": Tile(EIGHT[:, :4])},
+        isa.nc_find_index8,
+        {"dst": out("uint32"), "data": Tile(TIES), "vals": Tile(EIGHT[:, :4])},
         "vals: expected 8 elements",
     ),
     "find-few": (
-        isa.nc_find_index8, {"dst": out("uint32"), "data": NARROW, "vals": Tile(EIGHT)},
+        isa.nc_find_index8,
+        {"dst": out("uint32"), "data": NARROW, "vals": Tile(EIGHT)},
         "data: expected 8 to 16384",
     ),
     "replace-many": (
         lambda dst, x, v: isa.nc_match_replace8(dst, x, v, 0.0),
-        {"dst": out(shape=(P, 16_385)), "x": WIDE, "v": Tile(EIGHT)}, "data: expected 1 to 16384",
+        {"dst": out(shape=(P, 16_385)), "x": WIDE, "v": Tile(EIGHT)},
+        "data: expected 1 to 16384",
     ),
     "replace-index-dtype": (
         lambda dst, x, v, i: isa.nc_match_replace8(dst, x, v, 0.0, i),
@@ -205,26 +219,32 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     ),
     "replace-imm": (
         lambda dst, x, v: isa.nc_match_replace8(dst, x, v, v),
-        {"dst": out(shape=(P, F)), "x": Tile(TIES), "v": Tile(EIGHT)}, "imm: expected a number",
+        {"dst": out(shape=(P, F)), "x": Tile(TIES), "v": Tile(EIGHT)},
+        "imm: expected a number",
     ),
     "shuffle-dtype": (
-        shuffle(MASK), {"dst": out("bfloat16", (32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
+        shuffle(MASK),
+        {"dst": out("bfloat16", (32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
         "dst: expected float32 like src",
     ),
     "shuffle-elements": (
-        shuffle(MASK), {"dst": out(shape=(32, 4)), "x": Tile(np.ones((32, 3), np.float32))},
+        shuffle(MASK),
+        {"dst": out(shape=(32, 4)), "x": Tile(np.ones((32, 3), np.float32))},
         "dst: expected 3 elements",
     ),
     "shuffle-length": (
-        shuffle([0]), {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
+        shuffle([0]),
+        {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
         "shuffle_mask: expected 32 entries; found 1",
     ),
     "shuffle-entry": (
-        shuffle([32] * 32), {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
+        shuffle([32] * 32),
+        {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
         "shuffle_mask: expected entries 0..31, or 255",
     ),
     "shuffle-source-missing": (
-        shuffle([1] * 32), {"dst": out(shape=(32, 3)), "x": Tile(np.ones((1, 3), np.float32))},
+        shuffle([1] * 32),
+        {"dst": out(shape=(32, 3)), "x": Tile(np.ones((1, 3), np.float32))},
         "shuffle_mask: expected source partitions below 1",
     ),
     "shuffle-start": (
@@ -233,15 +253,18 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "dst: expected a start partition|dst: expected start partition 0, 64",
     ),
     "stats-many": (
-        isa.bn_stats, {"dst": out(shape=(P, 6)), "data": Tile(np.zeros((P, 513), np.float32))},
+        isa.bn_stats,
+        {"dst": out(shape=(P, 6)), "data": Tile(np.zeros((P, 513), np.float32))},
         "data: expected at most 512",
     ),
     "stats-dst": (isa.bn_stats, {"dst": out(), "data": Tile(FLOATS)}, "dst: expected 6 elements"),
     "aggr-multiple": (
-        isa.bn_aggr, {"dst": out(shape=(P, 2)), "data": NARROW}, "data: expected a multiple of 3",
+        isa.bn_aggr,
+        {"dst": out(shape=(P, 2)), "data": NARROW},
+        "data: expected a multiple of 3",
     ),
     "aggr-dst": (isa.bn_aggr, {"dst": out(), "data": Tile(FLOATS)}, "dst: expected 2 elements"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -124,9 +124,14 @@ def test_registers_hold_32_bits_with_a_sign() -> None:
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [(-(1 << 31), -(1 << 31)), (0, 0), ((1 << 31) - 1, (1 << 31) - 1), (1 << 31, -(1 << 31)),
-     ((1 << 32) - 1, -1)],
-)  # fmt: skip
+    [
+        (-(1 << 31), -(1 << 31)),
+        (0, 0),
+        ((1 << 31) - 1, (1 << 31) - 1),
+        (1 << 31, -(1 << 31)),
+        ((1 << 32) - 1, -1),
+    ],
+)
 def test_a_register_is_read_with_its_sign(written: int, read: int) -> None:
     register = VirtualRegister()
     register.write(written)
@@ -165,28 +170,35 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step-zero": (lambda: list(nl.dynamic_range(0, 4, 0)), LanguageError, "positive"),
     "body-returns": (lambda: nl.fori_loop(0, 2, lambda i: i), LanguageError, "returns nothing"),
     "body-returns-nothing": (
-        lambda: nl.while_loop(isa.register_alloc(1), lambda r: None), LanguageError, "a register",
+        lambda: nl.while_loop(isa.register_alloc(1), lambda r: None),
+        LanguageError,
+        "a register",
     ),
     "arithmetic": (lambda: isa.register_alloc(1) + 1, LanguageError, "compile time"),
     "as-int": (lambda: int(isa.register_alloc(1)), LanguageError, "compile time"),
     "unset-bound": (
-        lambda: list(nl.dynamic_range(isa.register_alloc())), UninitializedRead, "register",
+        lambda: list(nl.dynamic_range(isa.register_alloc())),
+        UninitializedRead,
+        "register",
     ),
     "two-registers-in-a-view": (
         lambda: nl.ndarray((4, 8, 8), nl.float32)[
             :, isa.register_alloc(1), nl.ds(isa.register_alloc(1), 2)
         ],
-        LanguageError, "one dynamic index",
+        LanguageError,
+        "one dynamic index",
     ),
     "load-of-several": (
         lambda: isa.register_load(isa.register_alloc(), nl.ndarray((1, 2), nl.int32)),
-        nki_sim.IllegalOperand, "one element",
+        nki_sim.IllegalOperand,
+        "one element",
     ),
     "load-from-psum": (
         lambda: isa.register_alloc(nl.ndarray((1, 1), nl.int32, buffer=nl.psum)),
-        nki_sim.IllegalOperand, "SBUF or HBM",
+        nki_sim.IllegalOperand,
+        "SBUF or HBM",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -21,9 +21,13 @@ ROWS, PITCH, UNIT = 8, 32, 4
 def accesses() -> Any:
     """Boxes with a column step: (first row, rows, first byte, elements, step, bytes an element)."""
     return st.tuples(
-        st.integers(0, ROWS - 1), st.integers(1, ROWS), st.sampled_from([0, 4, 8, 12, 2, 6]),
-        st.integers(1, 8), st.integers(1, 2), st.sampled_from([1, 2, 4]),
-    )  # fmt: skip
+        st.integers(0, ROWS - 1),
+        st.integers(1, ROWS),
+        st.sampled_from([0, 4, 8, 12, 2, 6]),
+        st.integers(1, 8),
+        st.integers(1, 2),
+        st.sampled_from([1, 2, 4]),
+    )
 
 
 def as_walk(access: tuple[int, ...]) -> tuple[Box, Walk] | None:

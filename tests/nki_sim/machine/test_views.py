@@ -42,7 +42,8 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "fewer-indices": (lambda t: t[0:4], X[0:4]),
     "permute": (lambda t: t.permute((0, 2, 1)), X.transpose(0, 2, 1)),
     "broadcast": (
-        lambda t: t[:, 0:1].broadcast(1, 4), np.broadcast_to(X[:, 0:1], (64, 4, 8)),
+        lambda t: t[:, 0:1].broadcast(1, 4),
+        np.broadcast_to(X[:, 0:1], (64, 4, 8)),
     ),
     "expand-and-squeeze": (lambda t: t.expand_dim(1).squeeze_dim(1), X),
     "expand": (lambda t: t.expand_dim(2), X[:, :, None]),
@@ -64,7 +65,8 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "ap": (lambda t: t.ap([[48, 64], [8, 3], [2, 4]], offset=1), X[:, 0:3, 1::2]),
     "ap-chooses-partitions": (lambda t: t.ap([[48, 16], [1, 8]], offset=32 * 48), X[32:48, 0]),
     "ap-repeats": (
-        lambda t: t.ap([[48, 64], [0, 5], [1, 8]]), np.broadcast_to(X[:, 0:1], (64, 5, 8)),
+        lambda t: t.ap([[48, 64], [0, 5], [1, 8]]),
+        np.broadcast_to(X[:, 0:1], (64, 5, 8)),
     ),
     "ap-dtype": (
         lambda t: t.ap([[192, 64], [1, 16]], offset=4, dtype=nl.uint8),
@@ -74,7 +76,7 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lambda t: t[:, 1:5].permute((0, 2, 1)).reshape_dim(1, (2, 4))[:, 1, 2:],
         X[:, 1:5].transpose(0, 2, 1).reshape(64, 2, 4, 4)[:, 1, 2:],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHIP_VIEWS)
@@ -92,9 +94,10 @@ HBM_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "reshape-any": (lambda t: t.reshape((6, 64, 8)), X.reshape(6, 64, 8)),
     "ap-with-filler": (lambda t: t.ap([[1, 1], [48, 4], [1, 8]], offset=48), X[1:5, 0][None]),
     "broadcast-rows": (
-        lambda t: t.ap([[0, 4], [1, 8]], offset=16), np.broadcast_to(X[0, 2], (4, 8)),
+        lambda t: t.ap([[0, 4], [1, 8]], offset=16),
+        np.broadcast_to(X[0, 2], (4, 8)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HBM_VIEWS)
@@ -129,13 +132,16 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "list-index": (lambda t: t[[0, 1]], LanguageError),
     "array-index": (lambda t: t[:, np.array([0, 1])], LanguageError),
     "ap-of-a-dynamic-view": (
-        lambda t: t[:, isa.register_alloc(1)].ap([[48, 64], [1, 8]]), LanguageError,
+        lambda t: t[:, isa.register_alloc(1)].ap([[48, 64], [1, 8]]),
+        LanguageError,
     ),
     "register-past-the-axis": (
-        lambda t: isa.tensor_copy(t[0:32, 0], t[0:32, isa.register_alloc(6)]), OutOfBounds,
+        lambda t: isa.tensor_copy(t[0:32, 0], t[0:32, isa.register_alloc(6)]),
+        OutOfBounds,
     ),
     "register-slice-longer-than-the-axis": (
-        lambda t: t[:, nl.ds(isa.register_alloc(0), 7)], OutOfBounds,
+        lambda t: t[:, nl.ds(isa.register_alloc(0), 7)],
+        OutOfBounds,
     ),
     "register-slice-past-the-axis": (
         lambda t: isa.tensor_copy(t[0:32, 0:2], t[0:32, nl.ds(isa.register_alloc(5), 2)]),
@@ -147,13 +153,15 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "ap-partition-stride": (lambda t: t.ap([[47, 64], [1, 8]]).array(), IllegalOperand),
     "ap-offset-on-an-offset": (lambda t: t[1:2].ap([[48, 1], [1, 8]], offset=8), LanguageError),
     "ap-two-dynamic-offsets": (
-        lambda t: t.ap([[48, 64], [1, 8]], scalar_offset=t, vector_offset=t), LanguageError,
+        lambda t: t.ap([[48, 64], [1, 8]], scalar_offset=t, vector_offset=t),
+        LanguageError,
     ),
     "ap-scalar-offset-on-partitions": (
-        lambda t: t.ap([[48, 64], [1, 8]], scalar_offset=t[0, 0, 0]), LanguageError,
+        lambda t: t.ap([[48, 64], [1, 8]], scalar_offset=t[0, 0, 0]),
+        LanguageError,
     ),
     "vector-select-on-chip": (lambda t: t.vector_select(0, t), LanguageError),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -239,13 +247,14 @@ AFTER_DYNAMIC = {
     "select-then-select": (lambda t, i: t.select(2, i).select(1, 4), X[:, 4, INDEX]),
     "slice-then-select": (lambda t, i: t[:, 2:6].select(1, i), X[:, 2 + INDEX]),
     "register-then-slice": (
-        lambda t, i: t[:, nl.ds(isa.register_alloc(i), 2)][:, :, 4:7], X[:, INDEX : INDEX + 2, 4:7],
+        lambda t, i: t[:, nl.ds(isa.register_alloc(i), 2)][:, :, 4:7],
+        X[:, INDEX : INDEX + 2, 4:7],
     ),
     "pattern-then-slice": (
         lambda t, i: t.ap([[48, 64], [8, 2], [1, 8]], scalar_offset=i, indirect_dim=1)[:, 1:, 5:],
         X[:, INDEX + 1 : INDEX + 2, 5:],
     ),
-}  # fmt: skip
+}
 
 
 def index_tile() -> Any:

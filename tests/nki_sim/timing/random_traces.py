@@ -83,9 +83,12 @@ class RandomTrace:
             from_psum = kind != "gpsimd" and self.kinds == "all" and rng.random() < 0.4
             read = psum[src % 2] if from_psum else sbuf[src]
             index = builder.compute(
-                "tensor_copy", sbuf[dst][columns], read[columns], engine=engine,
+                "tensor_copy",
+                sbuf[dst][columns],
+                read[columns],
+                engine=engine,
                 function=("exp", "")[src % 2],
-            )  # fmt: skip
+            )
             self._note(index, core, 4 + src % 2 if from_psum else src, part, False)
             self._note(index, core, dst, part, True)
 

@@ -34,10 +34,11 @@ ABOVE = 1.02  # what is not counted may lift a published time over both corners
 def parameters() -> list[object]:
     marks = {True: [pytest.mark.slow, NEEDS_LIBRARY], False: [NEEDS_LIBRARY]}
     return [
-        pytest.param(anchor, marks=marks["TTFT" in anchor.name or "32768" in anchor.name],
-                     id=anchor.name)
+        pytest.param(
+            anchor, marks=marks["TTFT" in anchor.name or "32768" in anchor.name], id=anchor.name
+        )
         for anchor in ANCHORS
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("anchor", parameters())
@@ -99,10 +100,20 @@ def test_where_a_time_lies(
 
 def outcome(limit: str, error: float) -> Outcome:
     return Outcome(
-        name="n", source="s", limit=limit, published_us=100.0, vendor_us=90.0, in_order_us=120.0,
-        other_us=130.0, rest_us=5.0, reuse="late", lies="inside",
-        better="vendor", error=error, reason="because",
-    )  # fmt: skip
+        name="n",
+        source="s",
+        limit=limit,
+        published_us=100.0,
+        vendor_us=90.0,
+        in_order_us=120.0,
+        other_us=130.0,
+        rest_us=5.0,
+        reuse="late",
+        lies="inside",
+        better="vendor",
+        error=error,
+        reason="because",
+    )
 
 
 def test_bounds_do_not_count_for_the_mean_error() -> None:

@@ -17,8 +17,14 @@ from tests.nki_sim.timing.random_traces import RandomTrace
 
 Make = Callable[..., Any]
 CHAINED = {  # the knobs that move the chain
-    "DMA runs", "DMA ends", "Tensor", "Vector", "Scalar", "GpSimd", "software DGE",
-}  # fmt: skip
+    "DMA runs",
+    "DMA ends",
+    "Tensor",
+    "Vector",
+    "Scalar",
+    "GpSimd",
+    "software DGE",
+}
 
 
 def chain(make: Make) -> Timeline:

@@ -92,9 +92,17 @@ ROWS = (
     Row("gpt-oss-120b", 1024, "balanced", (4289, 1379), (2745, 1362), 1.70),
     Row("gpt-oss-20b", 1024, "balanced", (1724, 465), (1137, 459), 2.14),
     Row("qwen3-30b", 1024, "balanced", (2114, 438), (1146, 423), 2.71),
-    Row("mixtral-8x7b", 1024, "balanced", (1263, 706), (1060, 706), 1.47,
-        ("shard_on_i_hybrid B=256 known",), MIXTRAL_WITHIN),
-)  # fmt: skip
+    Row(
+        "mixtral-8x7b",
+        1024,
+        "balanced",
+        (1263, 706),
+        (1060, 706),
+        1.47,
+        ("shard_on_i_hybrid B=256 known",),
+        MIXTRAL_WITHIN,
+    ),
+)
 
 
 def configured(model: Model, choices: Any) -> PrefillConfig:
@@ -125,17 +133,25 @@ def launch_ours(model: Model, choices: Any, config: PrefillConfig) -> nki_sim.Ru
     names = ("visit_expert", "visit_tile", "class_trips")
     gate_up, down = matrix_shapes(config)
     operands: dict[str, Any] = {
-        "hidden": TensorSpec((T, model.H), "bfloat16"), "slots": slots,
-        "gate_up": TensorSpec(gate_up, "bfloat16"), "down": TensorSpec(down, "bfloat16"),
+        "hidden": TensorSpec((T, model.H), "bfloat16"),
+        "slots": slots,
+        "gate_up": TensorSpec(gate_up, "bfloat16"),
+        "down": TensorSpec(down, "bfloat16"),
         **dict(zip(names, visits, strict=True)),
-    }  # fmt: skip
+    }
     if config.formula.has_gate_up_bias:
         operands["gate_up_bias"] = TensorSpec((model.E, 2 * model.I), "float32")
         operands["down_bias"] = TensorSpec((model.E, model.H), "bfloat16")
     return nki_sim.run(
-        _experts_and_sum, operands, config, slot_of_pair.reshape(T, K),
-        TensorSpec((T, K), "float32"), CombineDims(nl.bfloat16, False), lnc=2, options=OPTIONS,
-    )  # fmt: skip
+        _experts_and_sum,
+        operands,
+        config,
+        slot_of_pair.reshape(T, K),
+        TensorSpec((T, K), "float32"),
+        CombineDims(nl.bfloat16, False),
+        lnc=2,
+        options=OPTIONS,
+    )
 
 
 def _experts_and_sum(

@@ -289,9 +289,19 @@ def test_meetings(facts: SyncFacts, expected: float) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [("bool", 1), ("uint8", 1), ("float8_e4m3", 1), ("float8_e8m0fnu", 1), ("bfloat16", 2),
-     ("uint16", 2), ("float32", 4), ("int32", 4), ("float8_e4m3fn_x4", 4), ("float4_e2m1fn_x4", 2)],
-)  # fmt: skip
+    [
+        ("bool", 1),
+        ("uint8", 1),
+        ("float8_e4m3", 1),
+        ("float8_e8m0fnu", 1),
+        ("bfloat16", 2),
+        ("uint16", 2),
+        ("float32", 4),
+        ("int32", 4),
+        ("float8_e4m3fn_x4", 4),
+        ("float4_e2m1fn_x4", 2),
+    ],
+)
 def test_sizes_of_stored_elements(dtype: str, size: int) -> None:
     assert itemsize(dtype) == size
 

@@ -298,13 +298,29 @@ def instruction_points(make: Make) -> list[Point]:
 def transfer_points(make: Make) -> list[Point]:
     merged = "the block is contiguous; merging of its rows is not settled and not modelled"
     brief = "a short run: the order of its transfers, which is not published, decides the end"
-    curve = {32: 4.9, 64: 9.3, 128: 18.5, 256: 38, 512: 76, 1024: 155, 2048: 299, 4096: 356,
-             8192: 362, 16384: 364, 32768: 368}  # fmt: skip
+    curve = {
+        32: 4.9,
+        64: 9.3,
+        128: 18.5,
+        256: 38,
+        512: 76,
+        1024: 155,
+        2048: 299,
+        4096: 356,
+        8192: 362,
+        16384: 364,
+        32768: 368,
+    }
     points = [
-        Point(f"one queue, 128 x {size} B", "DMAOV", "GB/s", rate,
-              128 * size / data_ns(transfer(make, 128, size, "single_queue")))
+        Point(
+            f"one queue, 128 x {size} B",
+            "DMAOV",
+            "GB/s",
+            rate,
+            128 * size / data_ns(transfer(make, 128, size, "single_queue")),
+        )
         for size, rate in curve.items()
-    ]  # fmt: skip
+    ]
     small = transfer(make, 128, 256, "runs", dge="hwdge")
     four = data_ns(transfer(make, 4, 8192, "runs", dge="none"))
     return [

@@ -153,8 +153,10 @@ def test_the_spread_holds_every_knob_alone_and_all_that_matter_together(make_bui
 
 def test_launches_one_after_the_other_are_turned_together(make_builder: Make) -> None:
     ours, first, second = (
-        with_exchange(make_builder, 3), in_tiles(make_builder, 4), on_vector(make_builder, 12)
-    )  # fmt: skip
+        with_exchange(make_builder, 3),
+        in_tiles(make_builder, 4),
+        on_vector(make_builder, 12),
+    )
     both = Knobs(first, second)
     assert both.total_ns({}) == first.total_ns + second.total_ns
     turned = {"DMA ends": 2.0}

@@ -11,9 +11,14 @@ BOUND = {"packed": 0.85, "plain": 0.75}  # of the HBM bound, vendor's corner, bf
 def tables() -> dict[str, str]:
     """Return each table by the name in its mark."""
     return {
-        "prefill": _prefill(), "decode": _decode(), "layer": _layer(), "layers": _layers(),
-        "sequence": _sequence(), "ranks": _ranks(), "decode-times": _decode_times(),
-    }  # fmt: skip
+        "prefill": _prefill(),
+        "decode": _decode(),
+        "layer": _layer(),
+        "layers": _layers(),
+        "sequence": _sequence(),
+        "ranks": _ranks(),
+        "decode-times": _decode_times(),
+    }
 
 
 def _busiest(row: Row) -> str:
@@ -23,25 +28,37 @@ def _busiest(row: Row) -> str:
 def _prefill() -> str:
     head = ("model", "T", "routing", "share of the roofline", "busiest engine")
     lines = [
-        (f"{row['model']} TP{row['tp']}", f"{row['T']:,}", row["routing"], f"{share:.1%}",
-         _busiest(row))
+        (
+            f"{row['model']} TP{row['tp']}",
+            f"{row['T']:,}",
+            row["routing"],
+            f"{share:.1%}",
+            _busiest(row),
+        )
         for row in rows("prefill_trn2")
         if (row["corner"], row["layout"]) == ("in-order", "packed")
         and (share := row["roofline_us"] / row["ours_us"]) < HALF
-    ]  # fmt: skip
+    ]
     return table(head, lines)
 
 
 def _decode() -> str:
     head = ("kernel", "model", "B", "routing", "weights", "share of the HBM bound", "busiest")
     lines = [
-        (row["kernel"], f"{row['model']} TP{row['tp']}", str(row["B"]), row["routing"],
-         row["layout"], f"{row['bound_share']:.1%}", _busiest(row))
+        (
+            row["kernel"],
+            f"{row['model']} TP{row['tp']}",
+            str(row["B"]),
+            row["routing"],
+            row["layout"],
+            f"{row['bound_share']:.1%}",
+            _busiest(row),
+        )
         for row in rows("decode_trn2")
         if (row["corner"], row["format"]) == ("vendor", "bf16")
         and row["B"] >= 16
         and row["bound_share"] < BOUND[row["layout"]]
-    ]  # fmt: skip
+    ]
     return table(head, lines)
 
 
@@ -49,14 +66,20 @@ def _layer() -> str:
     head = ("layer", "corner", "layer us", "outside", "may be")
     limits = {8192: 0.08, 128: 0.15}
     lines = [
-        (f"{row['model']} {row['split']}{how} T = {row['T']:,}", row["corner"],
-         f"{row[us]:,.0f}", f"{row[outside]:.1%}", f"{limits[row['T']]:.0%}")
+        (
+            f"{row['model']} {row['split']}{how} T = {row['T']:,}",
+            row["corner"],
+            f"{row[us]:,.0f}",
+            f"{row[outside]:.1%}",
+            f"{limits[row['T']]:.0%}",
+        )
         for row in rows("layer_trn2")
         for how, us, outside in (
-            ("", "layer_us", "outside"), (", in parts,", "sequence_us", "sequence_outside")
+            ("", "layer_us", "outside"),
+            (", in parts,", "sequence_us", "sequence_outside"),
         )
         if row["phase"] == "prefill" and (row[outside] or 0.0) > limits.get(row["T"], 1.0)
-    ]  # fmt: skip
+    ]
     return table(head, lines)
 
 
@@ -128,10 +151,14 @@ def _decode_times() -> str:
         found = {
             (row["B"], row["format"]): row
             for row in rows(
-                "decode_trn2", kernel="decode_moe", model=model, routing="uniform",
-                corner="in-order", layout="packed",
+                "decode_trn2",
+                kernel="decode_moe",
+                model=model,
+                routing="uniform",
+                corner="in-order",
+                layout="packed",
             )
-        }  # fmt: skip
+        }
         lines.append([name, *(_share_cell(found[column]) for column in _decode_columns())])
     return table(["model", *head], lines)
 

@@ -121,9 +121,14 @@ def _decode_by_model() -> str:
     for model, name in MODELS.items():
         for B in BATCHES:
             found = rows(
-                "decode_trn2", kernel="decode_block", model=model, routing="uniform", B=B,
-                format="bf16", layout="plain",
-            )  # fmt: skip
+                "decode_trn2",
+                kernel="decode_block",
+                model=model,
+                routing="uniform",
+                B=B,
+                format="bf16",
+                layout="plain",
+            )
             lines.append((name, str(B), *_both_sides(found)))
     return table(("model", "tokens", "ours, us", "nki-library, us", "times as fast"), lines)
 
@@ -212,10 +217,15 @@ def _mx() -> str:
 
 def _measured(section: str) -> str:
     lines = [
-        (row["what"], row["result"], row["range"], f"{row['kind']}, {row['machine']}",
-         f"`{row['command']}`")
+        (
+            row["what"],
+            row["result"],
+            row["range"],
+            f"{row['kind']}, {row['machine']}",
+            f"`{row['command']}`",
+        )
         for row in rows("measured", section=section)
-    ]  # fmt: skip
+    ]
     return table(("what", "result", "range", "kind", "command"), lines)
 
 

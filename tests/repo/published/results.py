@@ -11,11 +11,14 @@ Row = Mapping[str, Any]
 RESULTS = ROOT / "docs" / "results"
 CORNERS = ("vendor", "in-order")  # clock models: one reorders, one keeps the order of the source
 MODELS = {  # of the kernel benchmarks
-    "gpt-oss-120b": "GPT-OSS-120B TP8", "gpt-oss-20b": "GPT-OSS-20B TP8",
-    "llama4-scout": "Llama 4 Scout TP16", "llama4-maverick": "Llama 4 Maverick TP64",
-    "qwen3-30b": "Qwen3-30B-A3B TP8", "deepseek-v3": "DeepSeek-V3 TP16",
+    "gpt-oss-120b": "GPT-OSS-120B TP8",
+    "gpt-oss-20b": "GPT-OSS-20B TP8",
+    "llama4-scout": "Llama 4 Scout TP16",
+    "llama4-maverick": "Llama 4 Maverick TP64",
+    "qwen3-30b": "Qwen3-30B-A3B TP8",
+    "deepseek-v3": "DeepSeek-V3 TP16",
     "mixtral-8x7b": "Mixtral 8x7B TP8",
-}  # fmt: skip
+}
 
 
 @cache

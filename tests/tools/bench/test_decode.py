@@ -232,8 +232,11 @@ def test_one_run_gives_both_corners_and_every_layout(
     assert bench_decode.main([*arguments, "--jobs", "2"]) == 0
     rows = {(r["layout"], r["corner"]): r for r in json.loads(path.read_text())["rows"]}
     assert list(rows) == [
-        ("plain", "vendor"), ("plain", "in-order"), ("packed", "vendor"), ("packed", "in-order"),
-    ]  # fmt: skip
+        ("plain", "vendor"),
+        ("plain", "in-order"),
+        ("packed", "vendor"),
+        ("packed", "in-order"),
+    ]
     assert rows["packed", "in-order"]["ours_us"] < rows["plain", "in-order"]["ours_us"]
     monkeypatch.setattr(decode_work, "launch_ours", None)  # kept, so not called
     assert bench_decode.main([*arguments, "--resume"]) == 0

@@ -23,9 +23,12 @@ from neuron_moe.tools.bench.prefill import vendor
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 
 SMALL = {
-    "hidden_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+    "hidden_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
     "num_hidden_layers": 1,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +90,18 @@ def test_the_vendors_times_outlive_a_change_of_our_kernels(tmp_path: Path) -> No
         Sources(coefficients="chip", simulator="simulator", kernels="kernels", library="library"),
     )
     row = Row(
-        model="gpt_oss_20b", split="TP8", phase="prefill", T=1024, corner="vendor", layer_us=500.0,
-        launches=("prefill_layer",), vendor_us=900.0, vendor_parts={"moe": 900.0},
-        vendor_plan="v", vendor_variants=[Attempt(name="v", bound_us=1.0, us=900.0)],
-    )  # fmt: skip
+        model="gpt_oss_20b",
+        split="TP8",
+        phase="prefill",
+        T=1024,
+        corner="vendor",
+        layer_us=500.0,
+        launches=("prefill_layer",),
+        vendor_us=900.0,
+        vendor_parts={"moe": 900.0},
+        vendor_plan="v",
+        vendor_variants=[Attempt(name="v", bound_us=1.0, us=900.0)],
+    )
     alone = replace(row, layer_us=None, launches=())
     for made_with, kept in {
         now: row,
@@ -146,9 +157,14 @@ class FakeLaunches:
 
     def rows(self, known: dict[Any, Row] | None = None) -> list[Row]:
         case = Case(
-            "mixtral_8x7b", "EP8", "prefill", 64, ["vendor"], cast(VendorLibrary, self),
+            "mixtral_8x7b",
+            "EP8",
+            "prefill",
+            64,
+            ["vendor"],
+            cast(VendorLibrary, self),
             known or {TIMED.key: TIMED},
-        )  # fmt: skip
+        )
         case.take_vendor()
         while (task := case.next_task()) is not None:
             case.take(task, task.compute())

@@ -101,17 +101,24 @@ def test_the_launch_is_the_one_that_the_product_makes(
     monkeypatch.setattr(launch.nki_sim, "run", record)
     experts = RoutedExperts(
         ExpertSpec(
-            num_experts=8, top_k=model.K, hidden_size=256, intermediate_size=64,
-            formula=formula_of(model), scales_input=model.options.get("scaling") == "pre",
+            num_experts=8,
+            top_k=model.K,
+            hidden_size=256,
+            intermediate_size=64,
+            formula=formula_of(model),
+            scales_input=model.options.get("scaling") == "pre",
         ),
-        backend="nki", dtype=torch.bfloat16,
-    )  # fmt: skip
+        backend="nki",
+        dtype=torch.bfloat16,
+    )
     index_TK = choose_experts("uniform", 200, 8, model.K)
     with torch.no_grad():
         experts(
-            torch.zeros(200, 256, dtype=torch.bfloat16), torch.ones(200, model.K),
-            torch.from_numpy(index_TK), 2,
-        )  # fmt: skip
+            torch.zeros(200, 256, dtype=torch.bfloat16),
+            torch.ones(200, model.K),
+            torch.from_numpy(index_TK),
+            2,
+        )
     product = calls.copy()
     calls.clear()
     for _ in plan_runs(prefill_plan(model, 200, "plain"), index_TK, run=record):
@@ -191,8 +198,11 @@ class FakeVendor:
         """Run all variants on the small layer."""
         side = VendorSide(
             self,  # type: ignore[arg-type]
-            SMALL, CHOICE, {"in-order": known or Known()}, chip=TRN2,
-        )  # fmt: skip
+            SMALL,
+            CHOICE,
+            {"in-order": known or Known()},
+            chip=TRN2,
+        )
         while (task := side.next_task()) is not None:
             side.take(task, task.compute())
         return {attempt.name: attempt for attempt in side.attempts("in-order")}
@@ -282,10 +292,17 @@ def test_the_published_time_has_the_vendors_lists_in_front() -> None:
     ]
     row = compared(
         Row(
-            model="m", tp=1, T=64, routing="uniform", ours_us=50.0, ours_given_us=45.0,
-            roofline_us=20.0, vendor_variants=attempts, vendor_index_us=INDEX_US,
+            model="m",
+            tp=1,
+            T=64,
+            routing="uniform",
+            ours_us=50.0,
+            ours_given_us=45.0,
+            roofline_us=20.0,
+            vendor_variants=attempts,
+            vendor_index_us=INDEX_US,
         )
-    )  # fmt: skip
+    )
     assert (row.vendor_us, row.vendor_plan) == (92.0, "moe_tkg selective")  # it needs none
     assert (row.vendor_given_us, row.vendor_given_plan) == (90.0, "shard_on_block B=128")
     assert (row.speedup, row.given_speedup) == (92.0 / 50.0, 90.0 / 45.0)
@@ -301,10 +318,16 @@ def test_lists_that_cannot_be_made_leave_what_needs_none() -> None:
     ]
     row = compared(
         Row(
-            model="m", tp=1, T=64, routing="uniform", ours_us=50.0, roofline_us=20.0,
-            vendor_variants=attempts, vendor_index_us={"IllegalOperand: too many": 0.0},
+            model="m",
+            tp=1,
+            T=64,
+            routing="uniform",
+            ours_us=50.0,
+            roofline_us=20.0,
+            vendor_variants=attempts,
+            vendor_index_us={"IllegalOperand: too many": 0.0},
         )
-    )  # fmt: skip
+    )
     assert (row.vendor_plan, row.vendor_given_plan) == ("moe_tkg selective", "shard_on_block B=128")
     alone = compared(dataclasses.replace(row, vendor_variants=attempts[:1]))
     assert alone.vendor_us is None
@@ -320,12 +343,18 @@ def test_rows_that_only_the_slowest_kernel_takes_are_in_no_mean() -> None:
     rows = [
         compared(
             Row(
-                model=name, tp=1, T=64, routing="uniform", ours_us=50.0, roofline_us=20.0,
-                vendor_variants=attempts, vendor_index_us=INDEX_US,
+                model=name,
+                tp=1,
+                T=64,
+                routing="uniform",
+                ours_us=50.0,
+                roofline_us=20.0,
+                vendor_variants=attempts,
+                vendor_index_us=INDEX_US,
             )
         )
         for name, attempts in (("a", alone), ("b", fair))
-    ]  # fmt: skip
+    ]
     sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
     result = summarise(rows, sources)
     assert result["only_slowest_fits"] == ["a TP1 T=64"]
@@ -464,16 +493,24 @@ def test_the_expectation_is_the_vendors_corner_and_names_where_we_lose() -> None
     def row(model: str, corner: str, layout: str, vendor: float) -> Row:
         return compared(
             Row(
-                model=model, tp=1, T=8, routing="uniform", corner=corner, layout=layout,
-                ours_us=10.0, roofline_us=1.0,
+                model=model,
+                tp=1,
+                T=8,
+                routing="uniform",
+                corner=corner,
+                layout=layout,
+                ours_us=10.0,
+                roofline_us=1.0,
                 vendor_variants=[Attempt(name="v", bound_us=1.0, us=vendor)],
             )
-        )  # fmt: skip
+        )
 
     rows = [
-        row("a", "vendor", "plain", 9.0), row("b", "vendor", "plain", 16.0),
-        row("a", "in-order", "plain", 25.0), row("b", "vendor", "packed", 99.0),
-    ]  # fmt: skip
+        row("a", "vendor", "plain", 9.0),
+        row("b", "vendor", "plain", 16.0),
+        row("a", "in-order", "plain", 25.0),
+        row("b", "vendor", "packed", 99.0),
+    ]
     assert expectation(rows) == (
         "expected about 1.2x, range 0.90x to 2.5x; rows below 1 of 3 in both corners: a TP1 T=8 (1)"
     )
@@ -486,9 +523,15 @@ def test_the_expectation_is_the_vendors_corner_and_names_where_we_lose() -> None
 
 def test_a_range_is_forgotten_with_the_time_it_belongs_to() -> None:
     row = Row(
-        model="m", tp=1, T=8, routing="uniform", roofline_us=1.0, ours_us=2.0, speedup_low=0.5,
+        model="m",
+        tp=1,
+        T=8,
+        routing="uniform",
+        roofline_us=1.0,
+        ours_us=2.0,
+        speedup_low=0.5,
         low_with="DMA runs x2",
-    )  # fmt: skip
+    )
     assert without_ours(row).speedup_low is None
     assert without_ours(row).low_with == ""
     assert kept_range(row, 2.0)["speedup_low"] == 0.5
@@ -527,21 +570,30 @@ def test_rows_below_one_are_listed_with_their_bottleneck() -> None:
         attempts = [Attempt(name="v", bound_us=1.0, us=vendor)]
         return compared(
             Row(
-                model="m", tp=1, T=T, routing="uniform", ours_us=10.0, roofline_us=6.0,
-                bottleneck="dma busy 99%", vendor_variants=attempts,
+                model="m",
+                tp=1,
+                T=T,
+                routing="uniform",
+                ours_us=10.0,
+                roofline_us=6.0,
+                bottleneck="dma busy 99%",
+                vendor_variants=attempts,
             )
-        )  # fmt: skip
+        )
 
     sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
     result = summarise([row(8192, 11.0), row(128, 9.0)], sources)
     assert result["least_roofline_share_at_8192"] == 0.6
     assert result["misses"] == [
         {
-            "target": "no case below 1.0x", "row": "m TP1 T=128 uniform",
-            "corner": "in-order", "layout": "packed", "value": 0.9,
+            "target": "no case below 1.0x",
+            "row": "m TP1 T=128 uniform",
+            "corner": "in-order",
+            "layout": "packed",
+            "value": 0.9,
             "bottleneck": "dma busy 99%",
         },
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.long
@@ -556,8 +608,11 @@ def test_one_run_gives_both_corners_and_every_layout(
     result = json.loads(path.read_text())
     rows = {(row["layout"], row["corner"]): row for row in result["rows"]}
     assert list(rows) == [
-        ("plain", "vendor"), ("plain", "in-order"), ("packed", "vendor"), ("packed", "in-order"),
-    ]  # fmt: skip
+        ("plain", "vendor"),
+        ("plain", "in-order"),
+        ("packed", "vendor"),
+        ("packed", "in-order"),
+    ]
     for layout in ("plain", "packed"):
         lists_us = 7.0 + 0.256
         assert rows[layout, "in-order"]["vendor_us"] == SLOW_US / 4 + lists_us
@@ -566,8 +621,11 @@ def test_one_run_gives_both_corners_and_every_layout(
         assert rows[layout, "vendor"]["ours_us"] != rows[layout, "in-order"]["ours_us"]
     assert len(vendor.asked) == len(set(vendor.asked))
     assert [(one["corner"], one["rows"]) for one in result["by_corner"]] == [
-        ("vendor", 1), ("vendor", 1), ("in-order", 1), ("in-order", 1),
-    ]  # fmt: skip
+        ("vendor", 1),
+        ("vendor", 1),
+        ("in-order", 1),
+        ("in-order", 1),
+    ]
 
 
 @pytest.mark.long

@@ -24,8 +24,11 @@ def test_a_sum_on_chip_takes_what_the_collective_takes_at_any_rate(
     options = ("--splits", split, "--phases", "decode", "--tokens", "1")
     rows = rows_of(capsys, *options, "--link-rates", "1", "100")
     assert [(row["corner"], row["link_rate"]) for row in rows] == [
-        ("vendor", 1), ("vendor", 100), ("in-order", 1), ("in-order", 100)
-    ]  # fmt: skip
+        ("vendor", 1),
+        ("vendor", 100),
+        ("in-order", 1),
+        ("in-order", 100),
+    ]
     assert rows[0]["collective_us"] > rows[1]["collective_us"]  # type: ignore[operator]
     for row in rows:
         after = row["launch_us"] + row["collective_us"]  # type: ignore[operator]

@@ -16,13 +16,19 @@ from neuron_moe.tools.bench import sim
 
 # instruction, NumPy, full, overhead, indices, timeline, reordering
 WITHIN = {
-    "numpy_us": 20.0, "full_us": 40.0, "full_overhead_us": 20.0, "indices_us": 10.0,
-    "timeline_us": 5.0, "reorder_us": 4.0,
-}  # fmt: skip
+    "numpy_us": 20.0,
+    "full_us": 40.0,
+    "full_overhead_us": 20.0,
+    "indices_us": 10.0,
+    "timeline_us": 5.0,
+    "reorder_us": 4.0,
+}
 PREFILL = {
-    "prefill_seconds": 100.0, "prefill_peak_gib": 5.0, "prefill_timeline_us": 15.0,
+    "prefill_seconds": 100.0,
+    "prefill_peak_gib": 5.0,
+    "prefill_timeline_us": 15.0,
     "prefill_reorder_us": 4.0,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,12 @@ from neuron_moe.tools.tune.problem import Problem
 
 H, I, E, K, T = 256, 96, 16, 4, 40  # noqa: E741  the axis letters
 SMALL = {
-    "hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K,
+    "hidden_size": H,
+    "moe_intermediate_size": I,
+    "num_experts": E,
+    "num_experts_per_tok": K,
     "num_hidden_layers": 1,
-}  # fmt: skip
+}
 
 
 def rank(ep: int = 1) -> RankLayer:

@@ -18,18 +18,40 @@ from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)
 DECODE = {
-    "lnc": 2, "tokens": 6, "hidden": 256, "intermediate": 96, "experts": 5, "top_k": 2,
-    "act_fn": "Swish", "affinity_scaling_mode": "POST_SCALE", "dtype": "bfloat16", "clamp": True,
+    "lnc": 2,
+    "tokens": 6,
+    "hidden": 256,
+    "intermediate": 96,
+    "experts": 5,
+    "top_k": 2,
+    "act_fn": "Swish",
+    "affinity_scaling_mode": "POST_SCALE",
+    "dtype": "bfloat16",
+    "clamp": True,
     "bias": True,
-}  # fmt: skip
+}
 RANK = {"num_experts": 20, "ep_rank": 2}
 BLOCK = {
-    "lnc": 2, "is_all_expert": False, "batch": 3, "seqlen": 2, "hidden": 256, "intermediate": 64,
-    "num_global_experts": 12, "num_local_experts": 12, "top_k": 4, "router_fn": "SOFTMAX",
-    "act_fn": "SiLU", "affinity_scaling_mode": "POST_SCALE", "weight_dtype": "bfloat16",
-    "dtype": "bfloat16", "has_shared_expert": False, "bias": False, "clamp": False,
-    "router_act_first": True, "norm_topk_prob": True,
-}  # fmt: skip
+    "lnc": 2,
+    "is_all_expert": False,
+    "batch": 3,
+    "seqlen": 2,
+    "hidden": 256,
+    "intermediate": 64,
+    "num_global_experts": 12,
+    "num_local_experts": 12,
+    "top_k": 4,
+    "router_fn": "SOFTMAX",
+    "act_fn": "SiLU",
+    "affinity_scaling_mode": "POST_SCALE",
+    "weight_dtype": "bfloat16",
+    "dtype": "bfloat16",
+    "has_shared_expert": False,
+    "bias": False,
+    "clamp": False,
+    "router_act_first": True,
+    "norm_topk_prob": True,
+}
 # kernel, variant and params by name
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "selective": ("moe_tkg", "selective", DECODE),
@@ -48,7 +70,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp8-rows": ("moe_tkg", "selective", DECODE | {"quant_dtype": "float8_e4m3"}),
     "mxfp4": ("moe_tkg", "all_expert_mx", DECODE | {"quant_dtype": "float4_e2m1fn_x4"}),
     "mxfp4-expert-scale": (
-        "moe_tkg", "selective_mx",
+        "moe_tkg",
+        "selective_mx",
         DECODE | {"quant_dtype": "float4_e2m1fn_x4", "down_scale": "expert", "layout": "packed"},
     ),
     "packed": ("moe_tkg", "selective", DECODE | {"layout": "packed"}),
@@ -56,33 +79,54 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "block": ("moe_block_tkg", "selective", BLOCK),
     "block-all": ("moe_block_tkg", "all_expert", BLOCK | {"is_all_expert": True}),
     "block-rank": (
-        "moe_block_tkg", "selective", BLOCK | {"num_local_experts": 3, "bias": True, "clamp": True},
+        "moe_block_tkg",
+        "selective",
+        BLOCK | {"num_local_experts": 3, "bias": True, "clamp": True},
     ),
     "block-fp8": ("moe_block_tkg", "selective", BLOCK | {"weight_dtype": "float8_e4m3"}),
     "block-padded": ("moe_block_tkg", "selective", BLOCK | {"hidden_actual": 208}),
     "block-groups": (
-        "moe_block_tkg", "",
-        BLOCK | {"router_fn": "SIGMOID", "n_group": 4, "topk_group": 2,
-                 "has_selection_bias": True, "routed_scaling_factor": 2.5},
+        "moe_block_tkg",
+        "",
+        BLOCK
+        | {
+            "router_fn": "SIGMOID",
+            "n_group": 4,
+            "topk_group": 2,
+            "has_selection_bias": True,
+            "routed_scaling_factor": 2.5,
+        },
     ),
     "block-shared": (
-        "moe_block_tkg", "",
-        BLOCK | {"has_shared_expert": True, "shared_width": 80, "has_shared_gate": True,
-                 "has_residual": True},
+        "moe_block_tkg",
+        "",
+        BLOCK
+        | {
+            "has_shared_expert": True,
+            "shared_width": 80,
+            "has_shared_gate": True,
+            "has_residual": True,
+        },
     ),
     "block-pre-scale": (
-        "moe_block_tkg", "",
+        "moe_block_tkg",
+        "",
         BLOCK | {"affinity_scaling_mode": "PRE_SCALE", "top_k": 1, "router_fn": "SIGMOID"},
     ),
-}  # fmt: skip
+}
 
 
 def entry(name: str, **changes: Any) -> Case:
     kernel, variant, params = CASES[name]
     return Case(
-        id=name, kernel=kernel, variant=variant, platform="trn2", params=params | changes,
-        rtol=0.05 if "fp8" in name or "mxfp4" in name else 0.02, atol=1e-5,
-    )  # fmt: skip
+        id=name,
+        kernel=kernel,
+        variant=variant,
+        platform="trn2",
+        params=params | changes,
+        rtol=0.05 if "fp8" in name or "mxfp4" in name else 0.02,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.long

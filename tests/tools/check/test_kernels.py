@@ -20,11 +20,21 @@ from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.commands import check
 
 PREFILL = {
-    "hidden": 128, "tokens": 40, "experts": 4, "block_size": 32, "top_k": 2, "intermediate": 64,
-    "dtype": "bfloat16", "skip_mode": 1, "bias": True, "act_fn": "Swish",
-    "affinity_scaling_mode": "POST_SCALE", "gate_clamp_upper": 7.0, "up_clamp_upper": 8.0,
+    "hidden": 128,
+    "tokens": 40,
+    "experts": 4,
+    "block_size": 32,
+    "top_k": 2,
+    "intermediate": 64,
+    "dtype": "bfloat16",
+    "skip_mode": 1,
+    "bias": True,
+    "act_fn": "Swish",
+    "affinity_scaling_mode": "POST_SCALE",
+    "gate_clamp_upper": 7.0,
+    "up_clamp_upper": 8.0,
     "up_clamp_lower": -7.0,
-}  # fmt: skip
+}
 ROUTER = {"T": 20, "H": 256, "E": 16, "k": 4, "act_fn": "SOFTMAX", "has_bias": True}
 # kernel, variant and params by name
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -42,22 +52,26 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sigmoid": ("router_topk", "unit", ROUTER | {"act_fn": "SIGMOID", "k": 1}),
     "softmax-over-all": ("router_topk", "unit", ROUTER | {"router_pre_norm": True}),
     "renormalised": (
-        "router_topk", "unit", ROUTER | {"router_pre_norm": True, "norm_topk_prob": True},
+        "router_topk",
+        "unit",
+        ROUTER | {"router_pre_norm": True, "norm_topk_prob": True},
     ),
     "groups": (
-        "router_topk", "unit",
+        "router_topk",
+        "unit",
         ROUTER | {"act_fn": "SIGMOID", "n_group": 4, "topk_group": 2, "has_selection_bias": True},
     ),
     "norm": ("router_topk", "unit", ROUTER | {"has_norm": True}),
     "nonzero": ("find_nonzero_indices", "full", {"T": 300, "E": 16, "top_k": 4}),
     "columns": (
-        "find_nonzero_indices", "column_subset",
+        "find_nonzero_indices",
+        "column_subset",
         {"T": 300, "E": 16, "top_k": 4, "E_offset": 4, "E_local": 3},
     ),
     "one-row": ("find_nonzero_indices_with_count", "unit", {"T": 256, "fraction_nonzero": 0.15}),
     "flatten": ("indexed_flatten", "full", {"T": 256, "E": 3, "f_len": 128}),
     "reduce": ("topk_reduce", "unit", {"T": 4, "K": 4, "H": 128, "src_ranks": 8, "lnc": 1}),
-}  # fmt: skip
+}
 
 
 def entry(name: str, **changes: Any) -> dict[str, Any]:
@@ -65,9 +79,13 @@ def entry(name: str, **changes: Any) -> dict[str, Any]:
     exact = kernel.startswith(("find", "indexed"))
     tolerance = 0.0 if exact else 0.05 if "fp8" in name or "mx" in name else 0.02
     return {
-        "id": name, "kernel": kernel, "variant": variant, "params": params | changes,
-        "rtol": tolerance, "atol": 0.0 if exact else 1e-5,
-    }  # fmt: skip
+        "id": name,
+        "kernel": kernel,
+        "variant": variant,
+        "params": params | changes,
+        "rtol": tolerance,
+        "atol": 0.0 if exact else 1e-5,
+    }
 
 
 def outcome(name: str, **changes: Any) -> Outcome:
@@ -92,8 +110,13 @@ def test_a_file_of_cases_gives_a_table_and_json(
     assert check.main(["kernels", "--cases", str(path), "--json", str(out)]) == 0
     rows = {row["id"]: row for row in json.loads(out.read_text())}
     assert list(rows["nonzero"]) == [
-        "id", "kernel", "variant", "outcome", "reason", "simulated_us",
-    ]  # fmt: skip
+        "id",
+        "kernel",
+        "variant",
+        "outcome",
+        "reason",
+        "simulated_us",
+    ]
     assert [row["outcome"] for row in rows.values()] == ["passed", "passed", "skipped"]
     assert "not a MoE, router or index kernel" in rows["other"]["reason"]
     assert "our kernels on nki_sim" in capsys.readouterr().out
@@ -276,10 +299,16 @@ def test_cases_of_models_are_a_sample_of_all() -> None:
 @pytest.mark.long
 def test_several_processes_find_the_same(tmp_path: Path) -> None:
     cases = [
-        Case.from_json({"id": str(count), "kernel": "router_topk", "variant": "unit",
-                        "params": ROUTER | {"T": count}})
+        Case.from_json(
+            {
+                "id": str(count),
+                "kernel": "router_topk",
+                "variant": "unit",
+                "params": ROUTER | {"T": count},
+            }
+        )
         for count in (3, 9)
-    ]  # fmt: skip
+    ]
     alone, together = (check_kernels.run_cases(cases, jobs=jobs) for jobs in (1, 2))
     assert alone == together
     assert [outcome.outcome for outcome in alone] == ["passed", "passed"]

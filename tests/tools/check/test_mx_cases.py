@@ -27,19 +27,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "selective": ("moe_tkg", "selective_mx", DECODE | FOUR | {"intermediate": 90}),
     "unrouted": ("moe_tkg", "all_expert_mx_dynamic", DECODE | FOUR | {"routed_token_ratio": 0.5}),
     "block": (
-        "moe_block_tkg", "selective_mx",
+        "moe_block_tkg",
+        "selective_mx",
         BLOCK | EIGHT | {"bias": True, "clamp": True, "hidden": 288, "has_shared_expert": True},
     ),
     "block-all": (
-        "moe_block_tkg", "all_expert_mx",
+        "moe_block_tkg",
+        "all_expert_mx",
         BLOCK | EIGHT | {"is_all_expert": True, "num_local_experts": 3},
     ),
     "prefill": ("moe_cte", "shard_on_block_mx", PREFILL | {"weight_dtype": "float8_e5m2_x4"}),
     "prefill-on-i": (
-        "moe_cte", "shard_on_i_mx_hybrid",
+        "moe_cte",
+        "shard_on_i_mx_hybrid",
         PREFILL | {"weight_dtype": "float4_e2m1fn_x4", "is_dynamic": True},
     ),
-}  # fmt: skip
+}
 
 
 def case(name: str, **changes: Any) -> Case:
@@ -85,9 +88,13 @@ def test_a_scale_in_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_runs_on_its_own(tmp_path: Path) -> None:
     path, out = tmp_path / "cases.json", tmp_path / "out.json"
     entry = {
-        "id": "all", "kernel": "moe_tkg", "variant": "all_expert_mx", "params": CASES["all"][2],
-        "rtol": 0.05, "atol": 1e-5,
-    }  # fmt: skip
+        "id": "all",
+        "kernel": "moe_tkg",
+        "variant": "all_expert_mx",
+        "params": CASES["all"][2],
+        "rtol": 0.05,
+        "atol": 1e-5,
+    }
     path.write_text(json.dumps([entry]))
     command = [sys.executable, "-m", "neuron_moe.tools.cli", "check", "kernels", "--chip", "trn3"]
     command += ["--cases", str(path), "--json", str(out)]

@@ -55,10 +55,18 @@ def test_every_coefficient_moves_the_probe_that_is_there_for_it(model: ProbeMode
 
 
 NO_TIMES = {
-    "name", "generation", "cores_per_chip", "partitions", "sbuf_bytes_per_partition",
-    "sbuf_usable_bytes_per_partition", "psum_banks", "psum_bank_bytes", "hbm_bytes_per_core",
-    "array_rows", "array_columns",
-}  # fmt: skip
+    "name",
+    "generation",
+    "cores_per_chip",
+    "partitions",
+    "sbuf_bytes_per_partition",
+    "sbuf_usable_bytes_per_partition",
+    "psum_banks",
+    "psum_bank_bytes",
+    "hbm_bytes_per_core",
+    "array_rows",
+    "array_columns",
+}
 """What a kernel is cut by; its instructions take as long on a chip with more of it."""
 
 
@@ -192,9 +200,10 @@ def test_a_summary_names_what_was_not_recovered() -> None:
     def draw(estimate: float, **flags: Any) -> dict[str, Any]:
         one = {"estimate": estimate, "low": 0.9, "high": 1.1, "truth": 1.0, **flags}
         return {
-            "device": "sim:0", "coefficients": {"a": one},
+            "device": "sim:0",
+            "coefficients": {"a": one},
             "held_out": [{"kernel": "k", "predicted_us": 1.06, "true_us": 1.0}],
-        }  # fmt: skip
+        }
 
     assert summarise([draw(1.05, barely_visible=False)])["wrong"] == ["sim:0: k"]
     assert "sim:0: a" in summarise([draw(1.2, barely_visible=False)])["wrong"]

@@ -195,9 +195,12 @@ def test_every_plant_in_a_process_of_its_own(tmp_path: Path, plant: str) -> None
     ]
     _, found = _check(tmp_path, *argv)
     words = {
-        "compile": "does not compile", "crash": "ended by signal 6", "hang": "hangs: no answer",
-        "wrong": "wrong numbers", "full-disk": "full disk",
-    }  # fmt: skip
+        "compile": "does not compile",
+        "crash": "ended by signal 6",
+        "hang": "hangs: no answer",
+        "wrong": "wrong numbers",
+        "full-disk": "full disk",
+    }
     (row,) = found["rows"]
     assert row["why"].startswith(words[plant])
     assert row["simulated_us"] > 0

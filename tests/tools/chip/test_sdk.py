@@ -23,9 +23,12 @@ def run(tmp_path: Path, *command: str, fails: str = "") -> tuple[subprocess.Comp
     log = tmp_path / "log"
     log.touch()
     environment = {
-        **os.environ, "PYTHONPATH": f"{STUB}{os.pathsep}{ROOT}", "SDK_STUB_LOG": str(log),
-        "SDK_STUB_FAILS": fails, "NKI_ARTIFACTS_DIR": str(tmp_path / "artifacts"),
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": f"{STUB}{os.pathsep}{ROOT}",
+        "SDK_STUB_LOG": str(log),
+        "SDK_STUB_FAILS": fails,
+        "NKI_ARTIFACTS_DIR": str(tmp_path / "artifacts"),
+    }
     done = subprocess.run(
         [sys.executable, *command], env=environment, cwd=tmp_path, text=True, capture_output=True
     )
@@ -53,8 +56,9 @@ def test_a_kernel_is_compiled_once_then_loaded_and_timed_by_the_device(tmp_path:
     assert [one["name"] for one in notes if one["step"] == "copy"] == ["index_TK"]
     # Two kernels: the case's and the empty one, whose time is that of a launch.
     assert [one["kernel"] for one in notes if one["step"] == "compile"] == [
-        "index_blocks", "nothing",
-    ]  # fmt: skip
+        "index_blocks",
+        "nothing",
+    ]
 
 
 FAILURES = {

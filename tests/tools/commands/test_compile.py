@@ -28,9 +28,19 @@ from tests.tools.pages.asks import check_page
 
 LENGTHS = '[{"tokens": 160, "block_size": 64}]'
 SMALL = (
-    "--config", "trn2.3xlarge", "--set", "tp=2", "--set", "ep=2", "--set", "batch=2",
-    "--set", "max_length=256", "--set", f"buckets={LENGTHS}",
-)  # fmt: skip
+    "--config",
+    "trn2.3xlarge",
+    "--set",
+    "tp=2",
+    "--set",
+    "ep=2",
+    "--set",
+    "batch=2",
+    "--set",
+    "max_length=256",
+    "--set",
+    f"buckets={LENGTHS}",
+)
 SDK = ("torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "neuronx-cc", "nki")
 
 
@@ -211,8 +221,14 @@ def test_with_the_sdk_nxdi_compiles_and_loads_with_our_layer(
     report, _ = run(capsys, 0, "--model", str(checkpoint), *SMALL, "--out", str(built))
     assert report["missing"] == []
     names = [call[0] for call in sdk]
-    assert names == ["neuron_config", "load_pretrained_config", "config", "application", "compile",
-                     "load"]  # fmt: skip
+    assert names == [
+        "neuron_config",
+        "load_pretrained_config",
+        "config",
+        "application",
+        "compile",
+        "load",
+    ]
     calls = dict(zip(names, sdk, strict=True))
     folder, compiled = str(checkpoint), str(built / "compiled")
     assert calls["neuron_config"][1] == {
@@ -284,9 +300,14 @@ def test_a_checkpoint_of_published_sizes_gets_the_published_settings(tmp_path: P
 
 # The first two in every run of CI: a fused norm, and ranks that expect fewer rows than may come.
 NAMES = [
-    "gpt-oss-120b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-20b@trn2.3xlarge", "llama4-scout",
-    "llama4-maverick", "qwen3-235b-a22b",
-]  # fmt: skip
+    "gpt-oss-120b",
+    "deepseek-v3",
+    "gpt-oss-20b",
+    "gpt-oss-20b@trn2.3xlarge",
+    "llama4-scout",
+    "llama4-maverick",
+    "qwen3-235b-a22b",
+]
 
 
 @pytest.mark.parametrize(

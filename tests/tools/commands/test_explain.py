@@ -37,9 +37,7 @@ def test_decode_names_its_mode_and_the_other_one(capsys: pytest.CaptureFixture[s
 
 
 def test_torch_has_no_kernels_to_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    text, told = run(
-        capsys, "--model", "mixtral_8x7b", "--tokens", "1024", "--backend", "torch"
-    )  # fmt: skip
+    text, told = run(capsys, "--model", "mixtral_8x7b", "--tokens", "1024", "--backend", "torch")
     assert told["kernel"] == "torch.blockwise"
     assert told["plan"] == {}
     assert "backend torch" in text

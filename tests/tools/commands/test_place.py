@@ -29,9 +29,21 @@ def test_each_layer_is_placed_and_better_balanced_on_later_tokens(
 ) -> None:
     output, picture = tmp_path / "placement.json", tmp_path / "balance.png"
     status = cli.main(
-        ["place", "--trace", str(trace), "--ranks", "8", "--extra-experts", "8",
-         "--output", str(output), "--picture", str(picture), "--json"]
-    )  # fmt: skip
+        [
+            "place",
+            "--trace",
+            str(trace),
+            "--ranks",
+            "8",
+            "--extra-experts",
+            "8",
+            "--output",
+            str(output),
+            "--picture",
+            str(picture),
+            "--json",
+        ]
+    )
     assert status == 0
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report["kind"] == "measured"

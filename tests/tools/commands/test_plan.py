@@ -66,9 +66,16 @@ def test_four_ultraserver_nodes_and_a_picture(
 ) -> None:
     picture = tmp_path / "plan.png"
     _, report = run(
-        capsys, "--model", "qwen3_235b_a22b", "--instance", "trn2u.48xlarge", "--nodes", "4",
-        "--picture", str(picture),
-    )  # fmt: skip
+        capsys,
+        "--model",
+        "qwen3_235b_a22b",
+        "--instance",
+        "trn2u.48xlarge",
+        "--nodes",
+        "4",
+        "--picture",
+        str(picture),
+    )
     assert report["ranks"] == 256
     assert max(row["ep"] for row in report["layer_layouts"]) == 128
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -26,8 +26,14 @@ from neuron_moe.tools.pages.page import sort_value
 from neuron_moe.tools.pages.printed import page_of_text
 from tests.tools.pages.asks import check_page
 
-TABLE = Table([("name", "size", "us"), ("b", "900 KiB", "1,200"), ("a", "1.5 GiB", "-"),
-               ("c", "2 MiB", "35.5 ± 2")])  # fmt: skip
+TABLE = Table(
+    [
+        ("name", "size", "us"),
+        ("b", "900 KiB", "1,200"),
+        ("a", "1.5 GiB", "-"),
+        ("c", "2 MiB", "35.5 ± 2"),
+    ]
+)
 
 
 def figure() -> Figure:
@@ -40,9 +46,15 @@ def figure() -> Figure:
 
 def page_of_all() -> Page:
     pictures = Row([picture_of(figure(), "one"), picture_of(figure(), "another")])
-    blocks = [Text("fits", "good"), Items(["x", "y"]), Listing("a  b"), TABLE, pictures,
-              Bar([("weights: 30 %", 0.3), ("cache: 10 %", 0.1)], "memory"),
-              Details("more", [TABLE])]  # fmt: skip
+    blocks = [
+        Text("fits", "good"),
+        Items(["x", "y"]),
+        Listing("a  b"),
+        TABLE,
+        pictures,
+        Bar([("weights: 30 %", 0.3), ("cache: 10 %", 0.1)], "memory"),
+        Details("more", [TABLE]),
+    ]
     return Page(
         "<script>alert(1)</script>", "It is 2 & 3.", [Section("All", blocks)], ["simulated"]
     )
@@ -136,9 +148,15 @@ def test_a_browser_sorts_the_tables_without_an_error(tmp_path: Path, width: int)
     path = write_page(page_of_all(), tmp_path / "page.html")
     path.write_text(path.read_text().replace("</body>", _CLICKS))
     command = [
-        browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
-        f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
+        browser,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},900",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        path.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     title = done.stdout.partition("<title>")[2].partition("</title>")[0]
     orders, wrong, is_wide = title.split("|")

@@ -103,8 +103,9 @@ def test_a_line_that_several_call_is_told_apart_by_its_callers(file: Path) -> No
     ).timeline.line_times()
     shared = [one for one in lines if one.op == "tensor_copy"]
     assert sorted((one.instructions, one.origin) for one in shared) == [
-        (1, "from own.py:33, own.py:40"), (2, "from own.py:33, own.py:39"),
-    ]  # fmt: skip
+        (1, "from own.py:33, own.py:40"),
+        (2, "from own.py:33, own.py:39"),
+    ]
     assert "from own.py:33, own.py:40" in f"{lines}"
     assert {one.origin for one in lines if one.op == "dma_copy"} == {""}
 

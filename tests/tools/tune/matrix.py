@@ -29,8 +29,12 @@ from neuron_moe.tools.tune.problem import Point, Problem, draw_routing
 from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, few_tokens_work
 
 MODELS = {
-    "gpt_oss_120b": 8, "llama4_scout": 16, "qwen3_30b_a3b": 8, "deepseek_v3": 16, "mixtral_8x7b": 8,
-}  # fmt: skip
+    "gpt_oss_120b": 8,
+    "llama4_scout": 16,
+    "qwen3_30b_a3b": 8,
+    "deepseek_v3": 16,
+    "mixtral_8x7b": 8,
+}
 TOKENS = (128, 1024, 8192)
 BLOCK_SIZES = (32, 64, 128)
 CHOSEN, UNTUNED, EXHAUSTIVE, MINUTES = 1.02, 1.03, 12, 10.0
@@ -70,8 +74,10 @@ def main() -> int:
     kept = Kept(args.cache)
     tuned = {case: PrefillWork(problems[case], planned[case][0], kept) for case in cases}
     few = {case: few_tokens_work(problems[case], kept) for case in cases}
-    rest = {case: PrefillWork(problems[case], others(planned[case], args.factor), kept)
-            for case in cases}  # fmt: skip
+    rest = {
+        case: PrefillWork(problems[case], others(planned[case], args.factor), kept)
+        for case in cases
+    }
     seconds = dict.fromkeys(cases, 0.0)
     owners = {id(work): case for case, work in tuned.items()}
 
@@ -83,8 +89,11 @@ def main() -> int:
     first = [*tuned.values(), *(each for each in few.values() if each is not None)]
     phases = [lambda: list(first), lambda: list(rest.values())]
     run_phases(phases, on_taken, args.jobs, args.minutes)
-    rows = [row_of(case, planned[case], tuned[case], rest[case], seconds[case]) for case in cases
-            if tuned[case].times]  # fmt: skip
+    rows = [
+        row_of(case, planned[case], tuned[case], rest[case], seconds[case])
+        for case in cases
+        if tuned[case].times
+    ]
     for row in rows:
         add_few_tokens(row, few[row["model"], row["tokens"]])
     print_rows(rows)
@@ -113,12 +122,17 @@ def row_of(
     best_us = min(time.us for time in times)
     left = sum(1 for _ in iter(rest.next_task, None))
     return {
-        "model": case[0], "tokens": case[1], "chosen_us": chosen_us, "best_us": best_us,
+        "model": case[0],
+        "tokens": case[1],
+        "chosen_us": chosen_us,
+        "best_us": best_us,
         "untuned_us": tuned.times[untuned].us if untuned in tuned.times else None,
         "default_512_us": tuned.times[default].us if default in tuned.times else None,
-        "simulated": len(times), "left_out": left + len(asked) - len(tuned.times),
-        "planning_s": planning, "tune_s_on_two_cores": planning + seconds / 2,
-    }  # fmt: skip
+        "simulated": len(times),
+        "left_out": left + len(asked) - len(tuned.times),
+        "planning_s": planning,
+        "tune_s_on_two_cores": planning + seconds / 2,
+    }
 
 
 def add_few_tokens(row: dict[str, Any], few: DecodeWork | None) -> None:
@@ -151,19 +165,37 @@ def misses(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = [["model", "T", "chosen us", "best us", "chosen", "untuned", "512", "simulated",
-              "left out", "tune s, 2 cores"]]  # fmt: skip
+    table = [
+        [
+            "model",
+            "T",
+            "chosen us",
+            "best us",
+            "chosen",
+            "untuned",
+            "512",
+            "simulated",
+            "left out",
+            "tune s, 2 cores",
+        ]
+    ]
     for row in rows:
-        shares = [row[key] and row[key] / row["best_us"]
-                  for key in ("chosen_us", "untuned_us", "default_512_us")]  # fmt: skip
+        shares = [
+            row[key] and row[key] / row["best_us"]
+            for key in ("chosen_us", "untuned_us", "default_512_us")
+        ]
         table.append(
             [
-                row["model"], str(row["tokens"]), f"{row['chosen_us']:.1f}",
+                row["model"],
+                str(row["tokens"]),
+                f"{row['chosen_us']:.1f}",
                 f"{row['best_us']:.1f}",
                 *("-" if share is None else f"{share:.3f}" for share in shares),
-                str(row["simulated"]), str(row["left_out"]), f"{row['tune_s_on_two_cores']:.0f}",
+                str(row["simulated"]),
+                str(row["left_out"]),
+                f"{row['tune_s_on_two_cores']:.0f}",
             ]
-        )  # fmt: skip
+        )
     tell(format_table(table))
     whole = sum(row["left_out"] == 0 for row in rows)
     good = sum(row["left_out"] == 0 and row["chosen_us"] <= CHOSEN * row["best_us"] for row in rows)

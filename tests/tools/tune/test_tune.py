@@ -25,9 +25,12 @@ from tests.tools.pages.asks import check_page
 def model(tmp_path: Path) -> str:
     """Return the path of a configuration of a small model."""
     config = load_config("qwen3_30b_a3b") | {
-        "hidden_size": 256, "moe_intermediate_size": 64, "num_experts": 8,
-        "num_experts_per_tok": 2, "num_hidden_layers": 1,
-    }  # fmt: skip
+        "hidden_size": 256,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+    }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -45,8 +48,16 @@ def run(model: str, folder: Path, *args: str) -> dict[str, Any]:
 def test_a_model_started_with_the_file_reports_the_tuned_plan(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = run(model, tmp_path, "--decode", "4", "--picture", str(tmp_path / "t.png"),
-                 "--report", str(tmp_path / "t.html"))  # fmt: skip
+    report = run(
+        model,
+        tmp_path,
+        "--decode",
+        "4",
+        "--picture",
+        str(tmp_path / "t.png"),
+        "--report",
+        str(tmp_path / "t.html"),
+    )
     (bucket,) = report["buckets"]
     times = [tried["us"] for tried in bucket["tried"]]
     assert bucket["chosen_us"] == min(times)

@@ -128,10 +128,16 @@ def compare_case(case: Case, library: Path | None, corners: Sequence[str]) -> li
             speedup = vendor_us / ours_us
         rows.append(
             Row(
-                id=case.id, kernel=case.kernel, variant=case.variant, corner=corner,
-                ours_us=ours_us, vendor_us=vendor_us, speedup=speedup, note=note,
+                id=case.id,
+                kernel=case.kernel,
+                variant=case.variant,
+                corner=corner,
+                ours_us=ours_us,
+                vendor_us=vendor_us,
+                speedup=speedup,
+                note=note,
             )
-        )  # fmt: skip
+        )
     return rows
 
 

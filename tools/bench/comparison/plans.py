@@ -63,9 +63,13 @@ def experts_parts(
         router: its formula, for a layer with norm and router; None for experts alone.
     """
     spec = ExpertSpec(
-        num_experts=model.E, top_k=model.K, hidden_size=model.H, intermediate_size=model.I,
-        formula=formula_of(model), scales_input=model.options.get("scaling") == "pre",
-    )  # fmt: skip
+        num_experts=model.E,
+        top_k=model.K,
+        hidden_size=model.H,
+        intermediate_size=model.I,
+        formula=formula_of(model),
+        scales_input=model.options.get("scaling") == "pre",
+    )
     formula = RouterFormula(top_k=model.K, **(router or {}))
     router_spec = RouterSpec(num_experts=model.E, hidden_size=model.H, formula=formula)
     with torch.device("meta"):

@@ -88,9 +88,13 @@ def layer_work(parts: LayerParts, index_TK: NDArray[np.int32]) -> UsefulWork:
     experts, width, hidden_size = weights.down_proj_EIH.shape
     is_narrow = isinstance(weights.packed_down, NarrowMatrices)
     found = expert_work(
-        hidden_size, width, experts, index_TK - parts.first_expert,
-        matrices=num_projections(weights.formula) + 1, weight_bytes=1 if is_narrow else BF16_BYTES,
-    )  # fmt: skip
+        hidden_size,
+        width,
+        experts,
+        index_TK - parts.first_expert,
+        matrices=num_projections(weights.formula) + 1,
+        weight_bytes=1 if is_narrow else BF16_BYTES,
+    )
     if parts.router is not None:
         cells = parts.router.linear_router.weight.numel()
         found += UsefulWork(num_tokens * cells, cells * BF16_BYTES)

@@ -183,9 +183,13 @@ def _sides(
     for case in _cases(options):
         ours.append(
             OurSide(
-                case, options.layout, options.corner, sources, book.rows,
+                case,
+                options.layout,
+                options.corner,
+                sources,
+                book.rows,
             )
-        )  # fmt: skip
+        )
         if options.deployed:
             ours[-1].note_deployed()
         if options.only == "vendor":
@@ -290,9 +294,22 @@ def _line(book: Book, side: Work, task: Task, pace: Pace, seconds: float) -> str
 
 def _table(rows: Sequence[Row]) -> str:
     head = [
-        "kernel", "model", "B", "routing", "format", "layout", "corner", "bound us", "ours us",
-        "mode", "share", "vendor us", "speed-up", "fp8 gain", "deployed us",
-    ]  # fmt: skip
+        "kernel",
+        "model",
+        "B",
+        "routing",
+        "format",
+        "layout",
+        "corner",
+        "bound us",
+        "ours us",
+        "mode",
+        "share",
+        "vendor us",
+        "speed-up",
+        "fp8 gain",
+        "deployed us",
+    ]
     lines = [head, *(_cells(row) for row in rows)]
     return f"trn2, one layer on one rank; ours and vendor {runs.kind()}, HBM bound computed\n" + (
         format_table(lines, numbers_from=7)
@@ -304,12 +321,22 @@ def _cells(row: Row) -> list[str]:
     if row.speedup is not None:
         speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
     return [
-        row.kernel, f"{row.model} TP{row.tp}", str(row.B), row.routing, row.format,
-        row.layout, runs.corner_name(row.corner), f"{row.hbm_bound_us:,.1f}",
+        row.kernel,
+        f"{row.model} TP{row.tp}",
+        str(row.B),
+        row.routing,
+        row.format,
+        row.layout,
+        runs.corner_name(row.corner),
+        f"{row.hbm_bound_us:,.1f}",
         _text(row.ours_us, ",.1f"),
-        row.ours_mode, _text(row.bound_share, ".0%"), _text(row.vendor_us, ",.1f"),
-        speedup, _text(row.fp8_gain, ".2f"), _text(row.deployed_us, ",.1f"),
-    ]  # fmt: skip
+        row.ours_mode,
+        _text(row.bound_share, ".0%"),
+        _text(row.vendor_us, ",.1f"),
+        speedup,
+        _text(row.fp8_gain, ".2f"),
+        _text(row.deployed_us, ",.1f"),
+    ]
 
 
 def _text(value: float | None, form: str) -> str:

@@ -38,8 +38,11 @@ NOTE = (
 )
 OUT = Path("docs/pictures/lanes.svg")
 ENGINES = {
-    "tensor": "#e8833a", "vector": "#3aa76d", "scalar": "#9a6dd7", "gpsimd": "#8a94a6",
-}  # fmt: skip
+    "tensor": "#e8833a",
+    "vector": "#3aa76d",
+    "scalar": "#9a6dd7",
+    "gpsimd": "#8a94a6",
+}
 MEMORY, INK, PALE, TRACK = "#3b82f6", "#1f2937", "#6b7280", "#f1f4f8"
 WIDTH, LEFT, RIGHT, TOP = 960, 96, 92, 46  # pixels
 LANE, GAP, MEMORY_LANE, PANEL_TITLE, BETWEEN, BOTTOM = 17, 5, 58, 28, 22, 58

@@ -28,10 +28,13 @@ def decode_plan(case: DecodeCase, mode: str = "auto", layout: str = "packed") ->
     """
     step = Step("decode", case.B)
     parts = experts_parts(
-        case.model, step, layout=layout, mode=PATHS.get(mode, mode),
+        case.model,
+        step,
+        layout=layout,
+        mode=PATHS.get(mode, mode),
         weight_format=case.weight_format.removeprefix("float8_").replace("bfloat16", "bf16"),
         router=ROUTERS[case.model.name] if case.kernel == "decode_block" else None,
-    )  # fmt: skip
+    )
     return plan_of(parts, step)
 
 

@@ -104,8 +104,14 @@ class Row:
     def key(self) -> Key:
         """What tells rows apart."""
         return (
-            self.kernel, self.model, self.B, self.routing, self.format, self.layout, self.corner,
-        )  # fmt: skip
+            self.kernel,
+            self.model,
+            self.B,
+            self.routing,
+            self.format,
+            self.layout,
+            self.corner,
+        )
 
     @property
     def name(self) -> str:
@@ -116,11 +122,18 @@ class Row:
 def row_of(case: DecodeCase, touched: int, layout: str = "packed", corner: str = "in-order") -> Row:
     """Return the row of a case before anything ran."""
     return Row(
-        kernel=case.kernel, model=case.model.name, tp=case.model.tp, B=case.B,
-        routing=case.routing, format=case.format, touched=touched, layout=layout, corner=corner,
+        kernel=case.kernel,
+        model=case.model.name,
+        tp=case.model.tp,
+        B=case.B,
+        routing=case.routing,
+        format=case.format,
+        touched=touched,
+        layout=layout,
+        corner=corner,
         hbm_bound_us=hbm_bound_us(case, touched),
         is_weight_bound=is_weight_bound(case.model, case.B, touched),
-    )  # fmt: skip
+    )
 
 
 def vendor_key(case: DecodeCase, corner: str) -> VendorKey:
@@ -133,9 +146,14 @@ def place(key: Key) -> tuple[int, ...]:
     kernel, model, B, routing, format, layout, corner = key
     names = [entry.name for entry in MODELS]
     return (
-        KERNELS.index(kernel), FORMATS.index(format), names.index(model), B,
-        ROUTINGS.index(routing), LAYOUTS.index(layout), list(CORNERS).index(corner),
-    )  # fmt: skip
+        KERNELS.index(kernel),
+        FORMATS.index(format),
+        names.index(model),
+        B,
+        ROUTINGS.index(routing),
+        LAYOUTS.index(layout),
+        list(CORNERS).index(corner),
+    )
 
 
 @dataclass(slots=True, kw_only=True)

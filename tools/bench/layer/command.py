@@ -49,9 +49,14 @@ from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MODELS = (
-    "gpt_oss_120b", "gpt_oss_20b", "llama4_scout", "llama4_maverick", "qwen3_30b_a3b",
-    "deepseek_v3", "mixtral_8x7b",
-)  # fmt: skip
+    "gpt_oss_120b",
+    "gpt_oss_20b",
+    "llama4_scout",
+    "llama4_maverick",
+    "qwen3_30b_a3b",
+    "deepseek_v3",
+    "mixtral_8x7b",
+)
 TOKENS = {"prefill": (128, 1024, 8192), "decode": (1, 16, 128)}
 MOST_OUTSIDE = {8192: 0.08, 128: 0.15}  # targets of a prefill
 OUR_SOURCES = ("**/*.py",)
@@ -105,9 +110,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
     )
     parser.more.add_argument(
-        "--corner", nargs="+", choices=list(CORNERS), default=list(CORNERS),
+        "--corner",
+        nargs="+",
+        choices=list(CORNERS),
+        default=list(CORNERS),
         help="order that the clock assumes (default: both)",
-    )  # fmt: skip
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.more.add_argument(
         "--minutes", type=float, metavar="M", help="stop after so many minutes"
@@ -174,9 +182,13 @@ def _without_ours(row: Row, made_with: Sources, sources: Sources) -> Row:
     by = row.vendor_by or made_with.simulator
     kept = {name: getattr(row, name) for name in VENDOR_FIELDS}
     return Row(
-        model=row.model, split=row.split, phase=row.phase, T=row.T, corner=row.corner,
+        model=row.model,
+        split=row.split,
+        phase=row.phase,
+        T=row.T,
+        corner=row.corner,
         **kept | {"vendor_by": "" if by == sources.simulator else by},
-    )  # fmt: skip
+    )
 
 
 def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
@@ -215,11 +227,15 @@ def _means(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if ratios:
             found.append(
                 {
-                    "corner": corner, "T": tokens, "only_slowest_fits": is_apart,
-                    "rows": len(ratios), "geometric_mean": geometric_mean(ratios),
-                    "least": min(ratios), "largest": max(ratios),
+                    "corner": corner,
+                    "T": tokens,
+                    "only_slowest_fits": is_apart,
+                    "rows": len(ratios),
+                    "geometric_mean": geometric_mean(ratios),
+                    "least": min(ratios),
+                    "largest": max(ratios),
                 }
-            )  # fmt: skip
+            )
     return found
 
 

@@ -154,7 +154,9 @@ def _route_once(
     x_TH = rng.standard_normal((rows, H)).astype(BF16)
     weight_HE = (rng.standard_normal((H, E)) / H**0.5).astype(BF16)
     return _time(
-        corners, ROUTER, library.get("core.router_topk.router_topk", "router_topk"),
+        corners,
+        ROUTER,
+        library.get("core.router_topk.router_topk", "router_topk"),
         x=x_TH if layout == "T_H" else np.ascontiguousarray(x_TH.T),
         w=weight_HE,
         w_bias=np.zeros((1, E), BF16) if router.get("has_bias") else None,
@@ -168,7 +170,7 @@ def _route_once(
         router_pre_norm=not router.get("act_over_topk", False),
         norm_topk_prob=bool(router.get("renormalize")),
         shard_on_tokens=True,
-    )  # fmt: skip
+    )
 
 
 def _time(

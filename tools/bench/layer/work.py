@@ -38,13 +38,28 @@ RANKS = 8
 OURS, VENDOR = "layer", "vendor's router"
 SHARED = "shared experts"
 VENDOR_FIELDS = (
-    "vendor_us", "vendor_parts", "vendor_plan", "only_slowest_fits", "vendor_why", "vendor_by",
-    "vendor_variants", "vendor_index_us",
-)  # fmt: skip
+    "vendor_us",
+    "vendor_parts",
+    "vendor_plan",
+    "only_slowest_fits",
+    "vendor_why",
+    "vendor_by",
+    "vendor_variants",
+    "vendor_index_us",
+)
 OUR_FIELDS = (
-    "layer_us", "experts_us", "outside", "apart_us", "launches", "parts", "sequence_us",
-    "sequence_outside", "sequence_parts", "computes", "why",
-)  # fmt: skip
+    "layer_us",
+    "experts_us",
+    "outside",
+    "apart_us",
+    "launches",
+    "parts",
+    "sequence_us",
+    "sequence_outside",
+    "sequence_parts",
+    "computes",
+    "why",
+)
 Key = tuple[str, str, str, int, str]
 SPLITS = {f"TP{RANKS}": (RANKS, 1), f"EP{RANKS}": (1, RANKS)}  # tp, ep
 
@@ -206,9 +221,13 @@ class Case:
         }
         model = rank_layer(first.model, *SPLITS[first.split])
         self._side = VendorSide(
-            self._library, model, found.index_TK, known, chip=nki_sim.hardware.find("trn2"),
+            self._library,
+            model,
+            found.index_TK,
+            known,
+            chip=nki_sim.hardware.find("trn2"),
             all_experts=whole_layer(first.model).E,
-        )  # fmt: skip
+        )
 
     def _fill_vendor(self) -> None:
         """Fill in the vendor's side as far as it is known."""
@@ -226,9 +245,12 @@ class Case:
             return replace(row, vendor_why=str(error))
         parts = {**self._around[row.corner], **parts}
         return replace(
-            row, vendor_us=sum(parts.values()), vendor_parts=parts, vendor_plan=plan,
+            row,
+            vendor_us=sum(parts.values()),
+            vendor_parts=parts,
+            vendor_plan=plan,
             only_slowest_fits=only_slowest_fits(attempts),
-        )  # fmt: skip
+        )
 
 
 def times_of(blank: Sequence[Row]) -> list[Row]:

@@ -138,9 +138,12 @@ def _place(key: Key) -> tuple[int, ...]:
     model, tokens, routing, layout, corner = key
     names = [entry.name for entry in MODELS]
     return (
-        names.index(model), tokens, ROUTINGS.index(routing), LAYOUTS.index(layout),
+        names.index(model),
+        tokens,
+        ROUTINGS.index(routing),
+        LAYOUTS.index(layout),
         list(CORNERS).index(corner),
-    )  # fmt: skip
+    )
 
 
 def _sorted(rows: Mapping[Key, Row]) -> list[Row]:
@@ -179,13 +182,20 @@ def _table(rows: list[Row]) -> str:
             speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
         lines.append(
             [
-                f"{row.model} TP{row.tp}", str(row.T), row.routing, row.layout,
+                f"{row.model} TP{row.tp}",
+                str(row.T),
+                row.routing,
+                row.layout,
                 runs.corner_name(row.corner),
-                f"{row.roofline_us:,.0f}", _text(row.ours_us, ",.0f"),
-                _text(row.roofline_share, ".0%"), _text(row.vendor_us, ",.0f"), speedup,
-                _given(row), _text(row.deployed_us, ",.0f"),
+                f"{row.roofline_us:,.0f}",
+                _text(row.ours_us, ",.0f"),
+                _text(row.roofline_share, ".0%"),
+                _text(row.vendor_us, ",.0f"),
+                speedup,
+                _given(row),
+                _text(row.deployed_us, ",.0f"),
             ]
-        )  # fmt: skip
+        )
     return f"trn2, one layer on one rank; ours and vendor {runs.kind()}, roofline computed\n" + (
         format_table(lines, numbers_from=5)
     )

@@ -183,9 +183,12 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
 def with_given(row: Row) -> Row:
     """Return a row whose times are those with lists given, of both sides."""
     return replace(
-        row, ours_us=row.ours_given_us, vendor_us=row.vendor_given_us, speedup=row.given_speedup,
+        row,
+        ours_us=row.ours_given_us,
+        vendor_us=row.vendor_given_us,
+        speedup=row.given_speedup,
         **UNKNOWN,
-    )  # fmt: skip
+    )
 
 
 def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -79,9 +79,13 @@ class Case:
         )
         case = case_of(model, self._index_TK)
         blank = Row(
-            model=model.name, tp=model.tp, T=tokens, routing=routing, case=case,
+            model=model.name,
+            tp=model.tp,
+            T=tokens,
+            routing=routing,
+            case=case,
             roofline_us=roofline_us(model, self._index_TK),
-        )  # fmt: skip
+        )
         self.name = f"{model.name} TP{model.tp} T={tokens} {routing}"
         self._asked = [
             replace(blank, layout=layout, corner=corner)
@@ -106,9 +110,13 @@ class Case:
         self._timed_by = {row.corner: row.simulator for row in old}
         self._deployed_waits = options.deployed and self._note_deployed(tokens)
         self._vendor = VendorSide(
-            library if options.only != "ours" else None, model, self._index_TK, known,
-            chip=nki_sim.hardware.find("trn2"), kernels=options.vendor_kernels,
-        )  # fmt: skip
+            library if options.only != "ours" else None,
+            model,
+            self._index_TK,
+            known,
+            chip=nki_sim.hardware.find("trn2"),
+            kernels=options.vendor_kernels,
+        )
 
     def _is_current(self, row: Row) -> bool:
         return row.kernels == self._sources.kernels

@@ -149,12 +149,17 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
     down_scale = narrow_down_scale(weights, str(case.get("down_scale", "channel")))
     rank = Rank(
-        num_experts=num_experts, first=first, mode=mode_of(case),
-        layout=str(case.get("layout", "ehi")), down_scale=down_scale,
-        out_dtype=str(case.get("out_dtype", "bfloat16")), global_index_TK=index_TK,
-        sums=str(case.get("sums", "auto")), loops=str(case.get("loops", "dynamic")),
+        num_experts=num_experts,
+        first=first,
+        mode=mode_of(case),
+        layout=str(case.get("layout", "ehi")),
+        down_scale=down_scale,
+        out_dtype=str(case.get("out_dtype", "bfloat16")),
+        global_index_TK=index_TK,
+        sums=str(case.get("sums", "auto")),
+        loops=str(case.get("loops", "dynamic")),
         missing=str(case.get("missing", "skip")),
-    )  # fmt: skip
+    )
     return problem, rank, join(*notes)
 
 
@@ -258,9 +263,18 @@ def launch(
     )
     gate_up, down, optional = operands_of(weights, config)
     result = launch_kernel(
-        decode_moe, p.hidden_TH, gate_up, down, rank.global_index_TK, p.affinities_TK,
-        np.array([[rank.first]], np.int32), config, lnc=p.num_cores, options=options, **optional,
-    )  # fmt: skip
+        decode_moe,
+        p.hidden_TH,
+        gate_up,
+        down,
+        rank.global_index_TK,
+        p.affinities_TK,
+        np.array([[rank.first]], np.int32),
+        config,
+        lnc=p.num_cores,
+        options=options,
+        **optional,
+    )
     return np.asarray(result.outputs), result.us, config.mode
 
 

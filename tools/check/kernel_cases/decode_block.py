@@ -120,10 +120,15 @@ def run(case: Case, limits: Limits) -> Verdict:
     )
     down_scale = narrow_down_scale(weights, str(case.get("down_scale", "channel")))
     problem = Problem(
-        hidden_TH=front.normed(), index_TK=local_TK, affinities_TK=affinities_TK * is_local,
-        weights=weights, scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
-        block_size=128, num_cores=case.cores(), formula=formula_of(case, weights),
-    )  # fmt: skip
+        hidden_TH=front.normed(),
+        index_TK=local_TK,
+        affinities_TK=affinities_TK * is_local,
+        weights=weights,
+        scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
+        block_size=128,
+        num_cores=case.cores(),
+        formula=formula_of(case, weights),
+    )
     if problem.scaling not in SCALINGS:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
     output, index, simulated_us, mode = _launch(case, front, problem, first, E, down_scale)
@@ -180,14 +185,18 @@ def _front(case: Case, limits: Limits) -> tuple[Front, list[str]]:
         terms=_terms(case, K),
         top_k=K,
         shared=shared,
-        shared_gate_1H=draw.uniform((1, H), -0.1, 0.1, BF16) if case.get("has_shared_gate")
+        shared_gate_1H=draw.uniform((1, H), -0.1, 0.1, BF16)
+        if case.get("has_shared_gate")
         else None,
         has_residual=bool(case.get("has_residual")),
-    )  # fmt: skip
+    )
     hidden_TH = separate_logits(
-        lambda rows: draw.uniform((rows, H), -0.1, 0.1, BF16), front.logits, T, min(K, E - 1),
+        lambda rows: draw.uniform((rows, H), -0.1, 0.1, BF16),
+        front.logits,
+        T,
+        min(K, E - 1),
         MARGIN,
-    )  # fmt: skip
+    )
     return dataclasses.replace(front, hidden_TH=hidden_TH), notes
 
 
@@ -209,9 +218,11 @@ def _terms(case: Case, top_k: int) -> dict[str, Any]:
 def _router(front: Front) -> RouterFormula:
     """Return how the layer chooses experts."""
     return RouterFormula(
-        top_k=front.top_k, has_bias=front.bias_1E is not None,
-        has_selection_bias=front.selection_1E is not None, **front.terms,
-    )  # fmt: skip
+        top_k=front.top_k,
+        has_bias=front.bias_1E is not None,
+        has_selection_bias=front.selection_1E is not None,
+        **front.terms,
+    )
 
 
 def _launch(
@@ -221,10 +232,13 @@ def _launch(
     p, weights = problem, problem.weights
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
     form = LayerForm(
-        has_norm=True, norm_eps=EPS, returns_routing=True, has_residual=front.has_residual,
+        has_norm=True,
+        norm_eps=EPS,
+        returns_routing=True,
+        has_residual=front.has_residual,
         has_shared_gate=front.shared_gate_1H is not None,
         shared_width=0 if front.shared is None else len(front.shared[0]),
-    )  # fmt: skip
+    )
     config = make_layer_config(
         DecodeSizes(len(p.hidden_TH), H, I, E, front.top_k, num_experts, p.num_cores),
         _router(front),
@@ -238,11 +252,16 @@ def _launch(
     gate_up, down, optional = operands_of(weights, config.moe)
     axis = config.moe.h_axis
     operands = {
-        **optional, "hidden": front.hidden_TH, "gate_up": gate_up, "down": down,
+        **optional,
+        "hidden": front.hidden_TH,
+        "gate_up": gate_up,
+        "down": down,
         "router_weight": pack_router_weight(front.weight_EH, axis, config.router_parts),
-        "first_expert": np.array([[first]], np.int32), "norm_weight": front.norm_1H,
-        "router_bias": front.bias_1E, "selection_bias": front.selection_1E,
-    }  # fmt: skip
+        "first_expert": np.array([[first]], np.int32),
+        "norm_weight": front.norm_1H,
+        "router_bias": front.bias_1E,
+        "selection_bias": front.selection_1E,
+    }
     if front.shared is not None:
         packed = pack_shared_experts(config.shared, *front.shared)
         operands["shared_gate_up"], operands["shared_down"] = packed

@@ -118,9 +118,14 @@ def rank_case(
     if is_fp8:
         params |= FP8_FORMATS.get(layer.name, E4M3)
     return Case(
-        id=f"{layer.name}/tp{tp}/ep{ep}/T{tokens}", kernel="moe_tkg", variant=variant,
-        platform="trn2", params=params, rtol=FP8_RTOL if is_fp8 else RTOL, atol=ATOL,
-    )  # fmt: skip
+        id=f"{layer.name}/tp{tp}/ep{ep}/T{tokens}",
+        kernel="moe_tkg",
+        variant=variant,
+        platform="trn2",
+        params=params,
+        rtol=FP8_RTOL if is_fp8 else RTOL,
+        atol=ATOL,
+    )
 
 
 def _pool(E: int, K: int, ep: int, most: float) -> int:
@@ -159,10 +164,14 @@ def _blocks_of(layer: Layer) -> Iterator[Case]:
                 **layer.experts,
             }
             yield Case(
-                id=f"{layer.name}/block/tp{tp}/ep{ep}/T{tokens}", kernel="moe_block_tkg",
-                variant=f"{layer.name} TP{tp} EP{ep}", platform="trn2", params=params, rtol=RTOL,
+                id=f"{layer.name}/block/tp{tp}/ep{ep}/T{tokens}",
+                kernel="moe_block_tkg",
+                variant=f"{layer.name} TP{tp} EP{ep}",
+                platform="trn2",
+                params=params,
+                rtol=RTOL,
                 atol=ATOL,
-            )  # fmt: skip
+            )
 
 
 def _block_router(layer: Layer) -> dict[str, Any]:

@@ -197,6 +197,11 @@ def _routing(routing: str, tokens: int, E: int, K: int, pool: int) -> np.ndarray
 
 def _case(name: str, kernel: str, variant: str, params: dict[str, Any]) -> Case:
     return Case(
-        id=name, kernel=kernel, variant=variant, platform="trn2", params=params, rtol=RTOL,
+        id=name,
+        kernel=kernel,
+        variant=variant,
+        platform="trn2",
+        params=params,
+        rtol=RTOL,
         atol=ATOL,
-    )  # fmt: skip
+    )

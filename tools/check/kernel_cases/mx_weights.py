@@ -157,12 +157,17 @@ def quantized_formula(problem: Any) -> np.ndarray:
     for expert in np.unique(problem.index_TK[problem.index_TK >= 0]):
         gate_up, down, gate_up_bias, down_bias = problem.weights.exact(int(expert))
         output_TH += decode_moe_ref(
-            problem.hidden_TH.astype(np.float64), gate_up[None], down[None],
-            np.where(problem.index_TK == expert, 0, -1), problem.affinities_TK.astype(np.float64),
-            _formula_of(problem), scaling=scaling,
+            problem.hidden_TH.astype(np.float64),
+            gate_up[None],
+            down[None],
+            np.where(problem.index_TK == expert, 0, -1),
+            problem.affinities_TK.astype(np.float64),
+            _formula_of(problem),
+            scaling=scaling,
             gate_up_bias_E2I=None if gate_up_bias is None else gate_up_bias[None],
-            down_bias_EH=None if down_bias is None else down_bias[None], in_words=True,
-        )  # fmt: skip
+            down_bias_EH=None if down_bias is None else down_bias[None],
+            in_words=True,
+        )
     return output_TH
 
 

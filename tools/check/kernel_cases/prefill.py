@@ -240,15 +240,28 @@ def launch(
         scale = p.affinities_TK.reshape(-1)[np.maximum(pair_of_slot, 0)]
         optional["slot_scale"] = np.where(pair_of_slot >= 0, scale, 0).astype(np.float32)
     experts = launch_kernel(
-        blockwise_moe, p.hidden_TH, gate_up, down, token_of_slot, *visits, config,
-        lnc=p.num_cores, options=options, **optional,
-    )  # fmt: skip
+        blockwise_moe,
+        p.hidden_TH,
+        gate_up,
+        down,
+        token_of_slot,
+        *visits,
+        config,
+        lnc=p.num_cores,
+        options=options,
+        **optional,
+    )
     check_combine(T, K, H, experts.outputs.shape[1], experts.outputs.shape[0])
     no_expert = bool((p.index_TK < 0).any())
     total = launch_kernel(
-        combine, experts.outputs, slot_of_pair_TK, p.output_weights_TK,
-        CombineDims(nl.float32, no_expert, request.missing), lnc=p.num_cores, options=options,
-    )  # fmt: skip
+        combine,
+        experts.outputs,
+        slot_of_pair_TK,
+        p.output_weights_TK,
+        CombineDims(nl.float32, no_expert, request.missing),
+        lnc=p.num_cores,
+        options=options,
+    )
     return total.outputs, index.us + experts.us + total.us
 
 

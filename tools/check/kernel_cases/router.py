@@ -51,14 +51,26 @@ def run(case: Case, limits: Limits) -> Verdict:
         **terms,
     )
     config = RouterConfig(
-        formula, E, H, has_norm=norm_1H is not None, norm_eps=eps, hidden_dtype=dtype.name,
-        weight_dtype=weight_dtype.name, num_cores=case.cores(),
-    )  # fmt: skip
+        formula,
+        E,
+        H,
+        has_norm=norm_1H is not None,
+        norm_eps=eps,
+        hidden_dtype=dtype.name,
+        weight_dtype=weight_dtype.name,
+        num_cores=case.cores(),
+    )
     check_router_topk(config, T)
     launched = launch(
-        router_topk, hidden_TH, weight_EH, bias_1E, selection_1E, norm_1H, config,
+        router_topk,
+        hidden_TH,
+        weight_EH,
+        bias_1E,
+        selection_1E,
+        norm_1H,
+        config,
         lnc=case.cores(),
-    )  # fmt: skip
+    )
     logits_TE = logits_of(hidden_TH)
     affinities, index = reference.route(logits_TE, formula, selection_1E)
     selection = None if selection_1E is None else torch.from_numpy(selection_1E[0])

@@ -106,103 +106,145 @@ def _entries(random: np.random.Generator) -> Any:
 
 
 _SPARE_ROWS: Final = Fallback(
-    switch='PlanRequest(missing="spare")', case="small/prefill", full="full/prefill-qwen3-30b",
+    switch='PlanRequest(missing="spare")',
+    case="small/prefill",
+    full="full/prefill-qwen3-30b",
     changes={"missing": "spare"},
-)  # fmt: skip
+)
 
 OPEN_FEATURES: Final = (
     OpenFeature(
         name="PSUM sums over dynamic trips",
         question="does accumulate=True add to what an earlier trip of a dynamic loop left in PSUM?",
-        kernel=kernels.sums_over_trips, problem=_trips,
+        kernel=kernels.sums_over_trips,
+        problem=_trips,
         fallbacks=(
-            Fallback(switch='DecodeRequest(sums="sbuf")', case="small/decode",
-                     full="full/decode-gpt-oss-120b",
-                     changes={"sums": "sbuf"}),
+            Fallback(
+                switch='DecodeRequest(sums="sbuf")',
+                case="small/decode",
+                full="full/decode-gpt-oss-120b",
+                changes={"sums": "sbuf"},
+            ),
         ),
     ),
     OpenFeature(
         name="copies by a register",
         question="may an engine copy from a column that a register names?",
-        kernel=kernels.copy_by_register, problem=_column,
+        kernel=kernels.copy_by_register,
+        problem=_column,
         fallbacks=(
-            Fallback(switch='DecodeRequest(loops="unrolled")', case="small/decode",
-                     full="full/decode-gpt-oss-120b",
-                     changes={"loops": "unrolled"}),
+            Fallback(
+                switch='DecodeRequest(loops="unrolled")',
+                case="small/decode",
+                full="full/decode-gpt-oss-120b",
+                changes={"loops": "unrolled"},
+            ),
         ),
     ),
     OpenFeature(
         name="copies by a number in SBUF",
         question="may GpSimd copy from a column that a number in SBUF names?",
-        kernel=kernels.copy_by_number, problem=_column,
+        kernel=kernels.copy_by_number,
+        problem=_column,
         fallbacks=(
-            Fallback(switch='PlanRequest(fetches="dma")', case="small/prefill",
-                     full="full/prefill-qwen3-30b",
-                     changes={"fetches": "dma"}),
+            Fallback(
+                switch='PlanRequest(fetches="dma")',
+                case="small/prefill",
+                full="full/prefill-qwen3-30b",
+                changes={"fetches": "dma"},
+            ),
         ),
     ),
     OpenFeature(
         name="loops of a loaded length",
         question="may fori_loop run to a register, with loads and matmuls of all engines inside?",
-        kernel=kernels.sums_over_trips, problem=_trips,
+        kernel=kernels.sums_over_trips,
+        problem=_trips,
         fallbacks=(
-            Fallback(switch='PlanRequest(loop_plan="static")', case="small/prefill",
-                     full="full/prefill-qwen3-30b",
-                     changes={"loop_plan": "static"}),
-            Fallback(switch='DecodeRequest(loops="unrolled")', case="small/decode-gpt-oss",
-                     full="full/decode-gpt-oss-120b",
-                     changes={"loops": "unrolled"}),
+            Fallback(
+                switch='PlanRequest(loop_plan="static")',
+                case="small/prefill",
+                full="full/prefill-qwen3-30b",
+                changes={"loop_plan": "static"},
+            ),
+            Fallback(
+                switch='DecodeRequest(loops="unrolled")',
+                case="small/decode-gpt-oss",
+                full="full/decode-gpt-oss-120b",
+                changes={"loops": "unrolled"},
+            ),
         ),
     ),
     OpenFeature(
         name="float8 beside bfloat16",
         question="may the stationary operand of a matmul be float8 where the moving one is not?",
-        kernel=kernels.float8_beside_bfloat16, problem=_float8,
+        kernel=kernels.float8_beside_bfloat16,
+        problem=_float8,
         fallbacks=(
-            Fallback(switch='WeightForm(format="bfloat16")', case="small/decode-fp8",
-                     full="full/decode-fp8",
-                     changes={"weight_dtype": "bfloat16"}),
+            Fallback(
+                switch='WeightForm(format="bfloat16")',
+                case="small/decode-fp8",
+                full="full/decode-fp8",
+                changes={"weight_dtype": "bfloat16"},
+            ),
         ),
     ),
     OpenFeature(
         name="gathers that transpose",
         question="does dma_transpose take rows by a vector_offset?",
-        kernel=kernels.gathered_transpose, problem=_turned,
+        kernel=kernels.gathered_transpose,
+        problem=_turned,
         fallbacks=(
-            Fallback(switch='PlanRequest(turns="tensor")', case="small/prefill-turned-by-dma",
-                     full="full/prefill-turned-by-dma",
-                     changes={"turns": "tensor"}),
+            Fallback(
+                switch='PlanRequest(turns="tensor")',
+                case="small/prefill-turned-by-dma",
+                full="full/prefill-turned-by-dma",
+                changes={"turns": "tensor"},
+            ),
         ),
     ),
     OpenFeature(
         name="exchanges in dynamic loops",
         question="may the cores exchange tiles in each trip of a dynamic loop?",
-        kernel=kernels.exchange_in_a_loop, problem=_swapped, cores=2,
+        kernel=kernels.exchange_in_a_loop,
+        problem=_swapped,
+        cores=2,
         fallbacks=(
-            Fallback(switch='PlanRequest(shard_plan="balanced")', case="small/prefill-split-on-H",
-                     full="full/prefill-split-on-H",
-                     changes={"shard_plan": "balanced"}),
+            Fallback(
+                switch='PlanRequest(shard_plan="balanced")',
+                case="small/prefill-split-on-H",
+                full="full/prefill-split-on-H",
+                changes={"shard_plan": "balanced"},
+            ),
         ),
     ),
     OpenFeature(
         name="skipped rows",
         question="does a gather leave the row of an index of -1 as it is?",
-        kernel=kernels.skipped_rows, problem=_skipped, fallbacks=(_SPARE_ROWS,),
+        kernel=kernels.skipped_rows,
+        problem=_skipped,
+        fallbacks=(_SPARE_ROWS,),
     ),
     OpenFeature(
         name="skipped stores",
         question="does a scatter store nothing of a row whose index is -1?",
-        kernel=kernels.skipped_stores, problem=_stored, fallbacks=(_SPARE_ROWS,),
+        kernel=kernels.skipped_stores,
+        problem=_stored,
+        fallbacks=(_SPARE_ROWS,),
     ),
     OpenFeature(
         name="skipped entries",
         question="does a load from an entry that there is not leave its target as it is?",
-        kernel=kernels.skipped_entries, problem=_entries,
+        kernel=kernels.skipped_entries,
+        problem=_entries,
         fallbacks=(
             _SPARE_ROWS,
-            Fallback(switch='DecodeRequest(loops="unrolled", missing="spare")', case="small/decode",
-                     full="full/decode-gpt-oss-120b",
-                     changes={"loops": "unrolled", "missing": "spare"}),
+            Fallback(
+                switch='DecodeRequest(loops="unrolled", missing="spare")',
+                case="small/decode",
+                full="full/decode-gpt-oss-120b",
+                changes={"loops": "unrolled", "missing": "spare"},
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -55,9 +55,13 @@ class NrtpyModel:
         return cls(neff)
 
     def benchmark(
-        self, inputs: Any, outputs: Any = None, warmup_iter: int = 5, benchmark_iter: int = 5,
+        self,
+        inputs: Any,
+        outputs: Any = None,
+        warmup_iter: int = 5,
+        benchmark_iter: int = 5,
         mode: str = "device",
-    ) -> BenchmarkResult:  # fmt: skip
+    ) -> BenchmarkResult:
         note("benchmark", kernel=self._kernel, mode=mode)
         if set(inputs) != set(self.input_tensors_info):
             raise ValueError(f"inputs {sorted(inputs)}")
