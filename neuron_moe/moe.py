@@ -128,6 +128,7 @@ class MoE(nn.Module):
         self.router_losses: RouterLosses | None = None
         self.losses: dict[str, Tensor] = {}
         self._plans = PlanCache()
+        self.register_load_state_dict_post_hook(_forget_plans)  # type: ignore[no-untyped-call]
 
     def use_router_losses(self, weights: RouterLosses | None) -> None:
         """Add auxiliary losses while training; None: no more.
@@ -322,7 +323,7 @@ class MoE(nn.Module):
             has_padding: a padding mask will be given.
         """
         check_choice("phase", phase, PHASES)
-        self.plan(Step(phase, tokens, has_padding, self._is_part(phase))).prepare()
+        self._plans.ready(self.plan(Step(phase, tokens, has_padding, self._is_part(phase))))
 
     def _plan_of(self, crossing: Crossing, has_padding: bool) -> Plan | None:
         if not crossing.num_tokens:
@@ -441,6 +442,12 @@ class MoE(nn.Module):
         if tokens_per_expert is None:
             tokens_per_expert = experts.local_load(phase)
         return plan.explain(tokens_per_expert)
+
+
+def _forget_plans(layer: nn.Module, _keys: object) -> None:
+    """Forget plans of loaded weights, which a compiled graph does not look at."""
+    assert isinstance(layer, MoE)
+    layer._plans.clear()
 
 
 def _epsilon(norm: nn.Module | None) -> float | None:

@@ -272,15 +272,38 @@ class _Seen(NamedTuple):
     place: int
 
 
+class _Ready:
+    """Plans that `torch.compile` may meet, each an attribute by the name of its step.
+
+    A dict would not do: all graphs would be compiled anew whenever another step is added.
+    """
+
+    def keep(self, plan: Plan) -> None:
+        """Keep a plan, whose launches are made."""
+        setattr(self, _attribute_of(plan.step), plan)
+
+    def find(self, step: Step) -> Plan | None:
+        """Return the plan of a step, if there is one."""
+        found: Plan | None = getattr(self, _attribute_of(step), None)
+        return found
+
+
+def _attribute_of(step: Step) -> str:
+    return "_".join(str(each) for each in step)
+
+
 class PlanCache:
     """Plans by step, and forms of weights, until a weight is changed, moved or replaced.
 
     Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`), after
-    which `clear` must be called. While a graph is captured, plans are made of the forms there are.
+    which `clear` must be called. While `torch.export` captures a graph, plans are made of the forms
+    there are; `torch.compile` meets the plans that were made `ready`, and looks at no weight:
+    there a change is seen only through `clear` or `ready`.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Step, Plan] = {}
+        self._ready = _Ready()
         self._forms = Forms()
         self._seen: tuple[_Seen, ...] | None = None
         self._settings: object = None
@@ -294,6 +317,16 @@ class PlanCache:
     def clear(self) -> None:
         """Forget everything."""
         self._plans, self._forms, self._seen = {}, Forms(), None
+        self._ready = _Ready()
+
+    def ready(self, plan: Plan) -> None:
+        """Make the launches of a plan, for graphs, too."""
+        plan.prepare()
+        launches = plan.launches()
+        for launch in launches:
+            launch.prepare()
+        if launches:  # of kernels; torch operations plan inside a graph
+            self._ready.keep(plan)
 
     def plan(
         self,
@@ -311,7 +344,8 @@ class PlanCache:
             make: makes a plan, given where forms of these weights are kept.
         """
         if torch.compiler.is_compiling():
-            return make(self._forms.fixed())
+            found = self._ready.find(step) if torch.compiler.is_dynamo_compiling() else None
+            return found or make(self._forms.fixed())
         if self._seen is not None and self._settings == settings and _is_unchanged(self._seen):
             found = self._plans.get(step)
             if found is not None:

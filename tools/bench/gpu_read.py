@@ -8,14 +8,14 @@ _BLOCK = 4096  # elements of a program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(
+def _read(  # type: ignore[no-untyped-def]
     first_ptr,
     down_ptr,
     index_ptr,
     out_ptr,
     first_size,
     down_size,
-    first_blocks,  # type: ignore[no-untyped-def]
+    first_blocks,
     BLOCK: tl.constexpr,
 ):
     """Add up a block of an expert's matrix; store the sum where it is 2^100, which never comes."""

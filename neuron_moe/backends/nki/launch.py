@@ -84,11 +84,18 @@ class Launch:
 
     @cached_property
     def captured(self) -> tuple[tuple[str, Any], ...]:
-        """The arguments as they stand in a graph: records as text."""
-        return tuple(
-            (name, operators.record_text(value) if is_dataclass(value) else value)
-            for name, value in self.arguments
-        )
+        """The arguments as they stand in a graph: records as text, weights without gradient."""
+        return tuple((name, _in_graph(value)) for name, value in self.arguments)
+
+    def prepare(self) -> None:
+        """Make what `run` and a graph read, before a graph is captured."""
+        _ = self.name, self.captured, self.specs
+
+
+def _in_graph(value: Any) -> Any:
+    if is_dataclass(value):
+        return operators.record_text(value)
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
@@ -147,12 +154,12 @@ def _as_operand(value: Any) -> Any:
 
 
 def check_capture() -> None:
-    """Raise ValueError where Python itself is captured, of which plans take a lot."""
+    """Raise ValueError where a plan would be made while Python itself is captured."""
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
-            "backend='nki' inside torch.compile or torch.export(strict=True): plans are made in"
-            " Python, which they would capture. Use torch.export.export(..., strict=False) after"
-            " prepare(), or backend='torch'."
+            "backend='nki' inside torch.compile or torch.export(strict=True): plans are made before"
+            " a graph is captured. Call prepare(phase, tokens) of the layer first, with the sizes"
+            " of the step, and again after weights have changed."
         )
 
 

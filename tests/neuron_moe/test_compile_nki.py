@@ -1,0 +1,126 @@
+"""torch.compile and strict export of layers on the kernels: one graph a step, the bits of eager."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from neuron_moe import MoE
+from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, H, build
+
+SHARED = {"intermediate_size": 48, "num_shared_experts": 1, "hidden_act": "silu"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt-oss": (GPT_OSS, {"norm": True}),
+    "llama4-shared": (LLAMA4, {"top_k": 1, "shared": SHARED, "norm": True}),
+    "index": (SILU, {"return_expert_index": True}),
+    "separate": (GPT_OSS, {**SEPARATE, "norm": True}),
+    "separate-shared": (SILU, {**SEPARATE, "shared": SHARED}),
+}
+STEPS = {"decode": 4, "prefill": 300, "short": 80}
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start() -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=64), torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def _layer(name: str) -> MoE:
+    mlp, options = CASES[name]
+    return build("nki", mlp, {}, torch.bfloat16, **options)
+
+
+def _tokens(step: str, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    shape = (STEPS[step], 1, H) if step == "decode" else (1, STEPS[step], H)
+    return torch.randn(shape).bfloat16()
+
+
+def _prepare(layer: MoE, step: str, *, has_padding: bool = False) -> None:
+    phase = "decode" if step == "decode" else "prefill"
+    layer.prepare(phase, STEPS[step], has_padding=has_padding)
+
+
+def _assert_same(found: Any, wanted: Any) -> None:
+    for one, other in zip(_parts(found), _parts(wanted), strict=True):
+        assert torch.equal(one, other)
+
+
+def _parts(output: Any) -> list[Tensor]:
+    parts = output if isinstance(output, tuple) else (output,)
+    return [part for part in parts if part is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_one_graph_with_the_bits_of_eager(name: str) -> None:
+    layer = _layer(name)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    for number, step in enumerate(STEPS, 1):
+        wanted = layer(_tokens(step))
+        _prepare(layer, step)
+        _assert_same(compiled(_tokens(step)), wanted)
+        assert counters["stats"]["unique_graphs"] == number
+    for step in STEPS:  # that others were prepared compiles nothing anew
+        _assert_same(compiled(_tokens(step, 1)), layer(_tokens(step, 1)))
+    assert counters["stats"]["unique_graphs"] == len(STEPS)
+
+
+@pytest.mark.parametrize("options", [{}, SEPARATE], ids=["fused", "separate"])
+def test_padding_is_masked_in_a_graph(options: dict[str, Any]) -> None:
+    layer = build("nki", GPT_OSS, {}, torch.bfloat16, **options)
+    mask = (torch.arange(STEPS["short"]) % 3 != 0)[None]
+    wanted = layer(_tokens("short"), padding_mask=mask)
+    _prepare(layer, "short", has_padding=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    _assert_same(compiled(_tokens("short"), padding_mask=mask), wanted)
+
+
+def test_packed_weights_are_read_in_a_graph() -> None:
+    layer = _layer("gpt-oss")
+    layer.expert_mlps.pack_weights(for_decode=True)
+    wanted = layer(_tokens("decode"))
+    _prepare(layer, "decode")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    _assert_same(compiled(_tokens("decode")), wanted)
+
+
+def test_a_step_that_is_not_prepared_is_refused_with_the_way_out() -> None:
+    layer = _layer("gpt-oss")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    with pytest.raises(Exception, match=r"prepare\(phase, tokens\)"):
+        compiled(_tokens("decode"))
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["loaded", "in-place"])
+def test_changed_weights_are_refused_until_the_step_is_prepared_anew(loads: bool) -> None:
+    layer = _layer("gpt-oss")
+    _prepare(layer, "decode")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    before = compiled(_tokens("decode"))
+    if loads:
+        layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()})
+    else:
+        for weight in layer.parameters():
+            weight.data.mul_(2)
+        layer.weights_changed()
+    with pytest.raises(Exception, match=r"again after weights have changed"):
+        compiled(_tokens("decode"))
+    _prepare(layer, "decode")
+    found = compiled(_tokens("decode"))
+    assert not torch.equal(_parts(found)[0], _parts(before)[0])
+    _assert_same(found, layer(_tokens("decode")))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "separate-shared"])
+@pytest.mark.parametrize("step", ["decode", "short"])
+def test_strict_export_gives_the_graph_too(name: str, step: str) -> None:
+    layer = _layer(name)
+    wanted = layer(_tokens(step))
+    _prepare(layer, step)
+    program = torch.export.export(layer, (_tokens(step),), strict=True)
+    _assert_same(program.module()(_tokens(step)), wanted)
