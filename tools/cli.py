@@ -1,6 +1,6 @@
 """neuron-moe: one command, one file per subcommand.
 
-A subcommand is a module of `tools/commands` (or `tools/train`) with `main(argv) -> int`, imported
+A subcommand is a module of `tools/commands` (or `lab/train`) with `main(argv) -> int`, imported
 only when it is called, so that `neuron-moe --help` is instant and a missing optional package hurts
 only the command that needs it.
 """

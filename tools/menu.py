@@ -7,7 +7,10 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import neuron_moe
 from neuron_moe.tools.interrupts import ends_at_once
 from neuron_moe.tools.parsers import EXIT_STATUS
 
@@ -21,7 +24,7 @@ class Menu:
     Attributes:
         program: what stands in front of a name, e.g. neuron-moe bench.
         noun: what a name is called, command or target.
-        entries: module below `neuron_moe.tools` and one line of explanation, by name.
+        entries: module, see `load`, and one line of explanation, by name.
     """
 
     program: str
@@ -63,5 +66,27 @@ class Menu:
             )
             return 2
         with ends_at_once():
-            module = importlib.import_module(f"neuron_moe.tools.{self.entries[name][0]}")
+            module = load(self.entries[name][0])
         return int(module.main(rest))
+
+
+def load(entry: str) -> Any:
+    """Return the module of an entry.
+
+    Args:
+        entry: below `neuron_moe.tools`, or of `lab`, which lies beside the package in a checkout.
+
+    Raises:
+        ValueError: one of `lab`, and there is no checkout.
+    """
+    if not entry.startswith("lab."):
+        return importlib.import_module(f"neuron_moe.tools.{entry}")
+    checkout = Path(neuron_moe.__file__).parents[1]
+    if not (checkout / "lab" / "__init__.py").is_file():
+        raise ValueError(
+            "is for maintainers and not in the wheel: it needs the checkout. Install from there,"
+            " `pip install -e .`."
+        )
+    if str(checkout) not in sys.path:
+        sys.path.append(str(checkout))
+    return importlib.import_module(entry)

@@ -1,4 +1,4 @@
-"""The subcommands of neuron-moe: module below `neuron_moe.tools`, and a line of explanation."""
+"""The subcommands of neuron-moe: module (see `menu.load`), and a line of explanation."""
 
 from neuron_moe.tools.commands import bench, check, chip
 from neuron_moe.tools.menu import Menu
@@ -28,10 +28,16 @@ SUBCOMMANDS = {
         "held-out loss by weight format, ours and transformers",
     ),
     "routing": ("commands.routing", "which experts a text chooses; what follows for blocks, EPLB"),
-    "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
-    "train": ("train.train", "go on training a checkpoint, experts over ranks; resumes"),
-    "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),
-    "export_tiny": ("train.export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
+    "prepare_corpus": (
+        "lab.train.prepare_corpus",
+        "fetch and tokenise the corpus of the small model",
+    ),
+    "train": ("lab.train.train", "go on training a checkpoint, experts over ranks; resumes"),
+    "train_tiny": ("lab.train.train_tiny", "train the small GPT-OSS model"),
+    "export_tiny": (
+        "lab.train.export_tiny",
+        "turn a training run into the shipped MXFP4 checkpoint",
+    ),
     "check": (
         "commands.check",
         f"run kernels against their references: {', '.join(check.MENU.entries)}",

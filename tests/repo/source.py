@@ -11,7 +11,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("nki_sim", "nki_kernels", "neuron_moe", "models", "serving", "tools")  # lowest first
+PACKAGES = (
+    "nki_sim",
+    "nki_kernels",
+    "neuron_moe",
+    "models",
+    "serving",
+    "tools",
+    "lab",
+)  # lowest first
 _INSIDE = ("models", "serving", "tools", "configs")  # of neuron_moe, as they are installed
 
 

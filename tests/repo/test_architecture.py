@@ -10,7 +10,7 @@ from tests.repo import source
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
-ROOMS = ("nki_sim", "nki_kernels", "neuron_moe", "tools")  # models has none
+ROOMS = ("nki_sim", "nki_kernels", "neuron_moe", "tools", "lab")  # models has none
 
 
 def test_files_on_the_page_exist() -> None:

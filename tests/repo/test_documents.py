@@ -19,6 +19,7 @@ TOP = (
     "models",
     "serving",
     "tools",
+    "lab",
     "configs",
     "tests",
     "docs",

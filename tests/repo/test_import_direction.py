@@ -1,4 +1,4 @@
-"""tools -> serving -> models -> neuron_moe -> nki_kernels -> nki_sim, and never upward."""
+"""lab -> tools -> serving -> models -> neuron_moe -> nki_kernels -> nki_sim, and never upward."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ["nki_sim", "nki_kernels", "neuron_moe", "models", "serving", "tools"]  # lowest first
+LAYERS = [
+    "nki_sim",
+    "nki_kernels",
+    "neuron_moe",
+    "models",
+    "serving",
+    "tools",
+    "lab",
+]  # lowest first
 INSIDE = ("models", "serving", "tools")  # of neuron_moe, as it is imported
 ALLOWED_IN_SIMULATOR = {"numpy", "ml_dtypes", "nki_sim"}
 LAZY_IN_SIMULATOR = {"matplotlib", "torch", "nki", "nkilib", "neuronxcc", "rich"}

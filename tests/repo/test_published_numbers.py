@@ -59,7 +59,7 @@ def test_the_picture_in_readme_has_the_times_of_the_results() -> None:
     picture = (ROOT / "docs" / "pictures" / "lanes.svg").read_text()
     drawn = re.findall(r'font-weight="600"[^>]*>([\d,]+) µs<', picture)
     assert drawn == [f"{row[side]:.0f}" for side in ("ours_us", "vendor_us")], (
-        "python -m neuron_moe.tools.bench.decode.lanes draws it anew"
+        "python -m lab.bench.decode.lanes draws it anew"
     )
 
 

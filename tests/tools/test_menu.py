@@ -1,11 +1,13 @@
 """What neuron-moe lists is what it can run, and a wrong name is a usage error with a hint."""
 
-import importlib
+from pathlib import Path
 
 import pytest
 
+import neuron_moe
 from neuron_moe.tools import subcommands
 from neuron_moe.tools.commands import bench, check
+from neuron_moe.tools.menu import load
 
 MENUS = {"neuron-moe": subcommands.MENU, "bench": bench.MENU, "check": check.MENU}
 
@@ -13,7 +15,7 @@ MENUS = {"neuron-moe": subcommands.MENU, "bench": bench.MENU, "check": check.MEN
 @pytest.mark.parametrize("name", MENUS)
 def test_every_listed_name_is_a_module_with_main(name: str) -> None:
     for listed, (module, text) in MENUS[name].entries.items():
-        found = importlib.import_module(f"neuron_moe.tools.{module}")
+        found = load(module)
         assert callable(found.main), listed
         assert listed in MENUS[name].usage()
         assert text in " ".join(MENUS[name].usage().split())
@@ -42,3 +44,11 @@ def test_a_wrong_name_is_answered_with_the_nearest(
     told = capsys.readouterr().err
     assert f"no {MENUS[name].noun} {given!r}. Did you mean {meant!r}?" in told
     assert MENUS[name].usage() in told
+
+
+def test_what_lies_beside_the_package_is_refused_in_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neuron_moe, "__file__", str(tmp_path / "neuron_moe" / "__init__.py"))
+    with pytest.raises(ValueError, match="not in the wheel: it needs the checkout"):
+        load("lab.bench.cpu")

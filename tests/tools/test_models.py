@@ -7,10 +7,10 @@ import pytest
 
 from neuron_moe.configs import config_names, find_config, load_config
 from neuron_moe.tools import cli
-from neuron_moe.tools.bench.comparison.layers import MODELS
 from neuron_moe.tools.check.kernel_cases.models import LAYERS
 from neuron_moe.tools.commands.plan import read_sizes
 from neuron_moe.tools.models import model_among, read_model
+from neuron_moe.tools.timing.layers import MODELS
 
 IDS = {
     "baidu/ERNIE-4.5-21B-A3B-PT": "ernie_4_5_21b_a3b",

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from neuron_moe.tools.bench.comparison.sources import digest
 from neuron_moe.tools.chip.cases import CASES, FULL, SMALL
 from neuron_moe.tools.chip.devices import find_device
 from neuron_moe.tools.chip.duration import check_sum
@@ -37,6 +36,7 @@ from neuron_moe.tools.chip.planted import PLANTS
 from neuron_moe.tools.chip.worker import SIMULATOR
 from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.sources import digest
 
 LIMIT_S: Final = 300.0
 ON_MACHINE: Final = ("no-device", "wrong-lnc")

@@ -1,4 +1,4 @@
-"""neuron-moe bench TARGET: one module of `tools/bench` each; all take --report and --json."""
+"""neuron-moe bench TARGET: one module of `lab/bench` each; all take --report and --json."""
 
 import argparse
 import contextlib
@@ -13,36 +13,45 @@ MENU = Menu(
     "neuron-moe bench",
     "target",
     {
-        "all": ("bench.everything", "ceiling, cpu, sim, host, prefill, decode; what moved since"),
-        "cpu": ("bench.cpu", "one MoE layer on this CPU beside that of transformers (measured)"),
+        "all": (
+            "lab.bench.everything",
+            "ceiling, cpu, sim, host, prefill, decode; what moved since",
+        ),
+        "cpu": (
+            "lab.bench.cpu",
+            "one MoE layer on this CPU beside that of transformers (measured)",
+        ),
         "generate": (
-            "bench.generate",
+            "lab.bench.generate",
             "a checkpoint on this CPU, ours beside transformers' generate (measured)",
         ),
-        "gpu": ("bench.gpu", "experts of one layer on an NVIDIA GPU beside torch's (measured)"),
-        "host": ("bench.host", "host time of one layer call, launches stubbed out (measured)"),
-        "load": ("bench.load", "memory and bytes read while a rank's weights stream (measured)"),
-        "sim": ("bench.sim", "overhead of the simulator per instruction (measured)"),
-        "serve": ("bench.serve", "our class in vLLM beside vLLM's own, over HTTP (measured)"),
-        "wire": ("bench.wire", "bytes on the wire of one MoE layer over ranks (measured)"),
+        "gpu": ("lab.bench.gpu", "experts of one layer on an NVIDIA GPU beside torch's (measured)"),
+        "host": ("lab.bench.host", "host time of one layer call, launches stubbed out (measured)"),
+        "load": (
+            "lab.bench.load",
+            "memory and bytes read while a rank's weights stream (measured)",
+        ),
+        "sim": ("lab.bench.sim", "overhead of the simulator per instruction (measured)"),
+        "serve": ("lab.bench.serve", "our class in vLLM beside vLLM's own, over HTTP (measured)"),
+        "wire": ("lab.bench.wire", "bytes on the wire of one MoE layer over ranks (measured)"),
         "prefill": (
-            "bench.prefill",
+            "lab.bench.prefill",
             "MoE prefill kernels beside the vendor's and the roofline (simulated)",
         ),
         "decode": (
-            "bench.decode",
+            "lab.bench.decode",
             "MoE decode kernels beside the vendor's and the HBM bound (simulated)",
         ),
         "layer": (
-            "bench.layer",
+            "lab.bench.layer",
             "a whole MoE layer in one launch, beside its experts alone (simulated)",
         ),
         "ranks": (
-            "bench.ranks",
+            "lab.bench.ranks",
             "a MoE layer on all ranks, their sum inside the launch or after it (simulated)",
         ),
         "anchors": (
-            "bench.anchors",
+            "lab.bench.anchors",
             "published times of the chip beside both corners of the clock (simulated)",
         ),
     },

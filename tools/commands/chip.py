@@ -9,12 +9,15 @@ MENU = Menu(
     {
         "check": ("chip.check", "does every kernel compile, compute and keep its time"),
         "calibrate": (
-            "chip.calibrate",
+            "lab.chip.calibrate",
             "measure the coefficients of the simulator (or rehearse it: --against sim:SEED)",
         ),
-        "bench": ("chip.bench", "the prefill and decode tables with times of the chip"),
-        "fallbacks": ("chip.fallbacks", "what NKI leaves open, and what doing without costs"),
-        "rehearse": ("chip.rehearse", "calibrate against many simulated chips that nobody knows"),
+        "bench": ("lab.chip.bench", "the prefill and decode tables with times of the chip"),
+        "fallbacks": ("lab.chip.fallbacks", "what NKI leaves open, and what doing without costs"),
+        "rehearse": (
+            "lab.chip.rehearse",
+            "calibrate against many simulated chips that nobody knows",
+        ),
     },
 )
 

@@ -9,12 +9,12 @@ runs when a key is pressed: the script holds the words, so make it anew after an
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Mapping
 
 from neuron_moe.configs import config_names
 from neuron_moe.tools.commands import bench, check, chip
+from neuron_moe.tools.menu import load
 from neuron_moe.tools.parsers import DESCRIBE, Described, Parser
 
 _SHELLS = ("bash", "zsh")
@@ -112,10 +112,10 @@ def script(shell: str) -> str:
 def _actions(module: str) -> list[argparse.Action]:
     """Return what a command takes; nothing where a package is missing that it needs."""
     try:
-        importlib.import_module(f"neuron_moe.tools.{module}").main([DESCRIBE])
+        load(module).main([DESCRIBE])
     except Described as described:
         return described.actions
-    except ImportError:
+    except (ImportError, ValueError):
         return []
     raise AssertionError(f"{module}: does not parse its arguments first")
 

@@ -24,8 +24,6 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
-from neuron_moe.tools.bench.comparison.sources import write_result
-from neuron_moe.tools.bench.comparison.useful_work import UsefulWork, layer_work
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.pages import add_report_option, write_page
@@ -46,6 +44,8 @@ from neuron_moe.tools.profile.what_if import (
     what_if,
     what_if_text,
 )
+from neuron_moe.tools.timing.sources import write_result
+from neuron_moe.tools.timing.useful_work import UsefulWork, layer_work
 from nki_sim.hardware import find
 from nki_sim.hardware_file import use_hardware
 

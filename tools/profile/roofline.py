@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from matplotlib.figure import Figure
 
-from neuron_moe.tools.bench.comparison.useful_work import UsefulWork
+from neuron_moe.tools.timing.useful_work import UsefulWork
 from nki_sim.time.timeline import Timeline
 
 _COLORS: Final = ("#2a6fb0", "#c8501e", "#3a8f3a", "#6f4fb0")

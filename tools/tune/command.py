@@ -23,11 +23,11 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.plan import Step
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
-from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
-from neuron_moe.tools.bench.comparison.sources import write_result
 from neuron_moe.tools.models import MODEL_HELP, read_model
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.pool import Pace, Task, Work, run_works
+from neuron_moe.tools.timing.sources import write_result
 from neuron_moe.tools.tune.page import tune_page
 from neuron_moe.tools.tune.picture import draw
 from neuron_moe.tools.tune.problem import (

@@ -16,8 +16,8 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE
-from neuron_moe.tools.bench.comparison.plans import experts_alone, plan_of
-from neuron_moe.tools.bench.comparison.useful_work import UsefulWork, layer_work
+from neuron_moe.tools.timing.plans import experts_alone, plan_of
+from neuron_moe.tools.timing.useful_work import UsefulWork, layer_work
 from neuron_moe.tuned import DECODE_MODES, TunedPlans, TunedPrefill
 from nki_kernels.prefill import (
     BLOCK_SIZES,

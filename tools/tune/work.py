@@ -13,10 +13,10 @@ from typing import Any
 import nki_sim
 from neuron_moe.backends.nki.decode import DecodePlan
 from neuron_moe.plan import Plan, Step
-from neuron_moe.tools.bench.comparison.plans import experts_alone, launches_of, plan_of
-from neuron_moe.tools.bench.comparison.pool import Task
-from neuron_moe.tools.bench.comparison.sources import Sources, digest
-from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.timing.plans import experts_alone, launches_of, plan_of
+from neuron_moe.tools.timing.pool import Task
+from neuron_moe.tools.timing.sources import Sources, digest
+from neuron_moe.tools.timing.timelines import corner_timelines
 from neuron_moe.tools.tune.problem import Ints, Point, Problem
 from nki_sim.time.schedule_model import CORNERS
 from nki_sim.time.sensitivity import alone_ns

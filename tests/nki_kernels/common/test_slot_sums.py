@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_kernels.combine import CombineDims, combine
 from nki_kernels.common.slot_sums import sum_ns
 from nki_sim import SimOptions, TensorSpec

@@ -12,7 +12,7 @@ import torch
 
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
-from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.prefill import (
     Candidate,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_moe.tools.bench.anchors import (
+from lab.bench.anchors import (
     ANCHORS,
     DEEPSEEK,
     QWEN35,

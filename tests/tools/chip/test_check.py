@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import nki_sim
+from lab.chip.fallbacks import with_changes
 from neuron_moe.tools.check.launcher import simulate
 from neuron_moe.tools.chip import check, worker
 from neuron_moe.tools.chip.cases import CASES, FULL, SMALL
 from neuron_moe.tools.chip.duration import _kernels_of, calibrate_sum, check_sum
 from neuron_moe.tools.chip.environment import read_environment
-from neuron_moe.tools.chip.fallbacks import with_changes
 from neuron_moe.tools.chip.held_out import jobs_of
 from neuron_moe.tools.chip.planted import PLANTS
 from neuron_moe.tools.chip.stand_in import TIMES_ONLY, timed

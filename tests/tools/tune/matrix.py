@@ -22,8 +22,8 @@ from neuron_moe.configs import load_config
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Step
 from neuron_moe.spec import Tuning
-from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_phases
 from neuron_moe.tools.console import format_table
+from neuron_moe.tools.timing.pool import Pace, Task, Work, run_phases
 from neuron_moe.tools.tune.command import points_to_simulate
 from neuron_moe.tools.tune.problem import Point, Problem, draw_routing
 from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, few_tokens_work

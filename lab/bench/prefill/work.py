@@ -1,0 +1,255 @@
+"""One case of the prefill benchmark: what is to be simulated, and the rows that come of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import nki_sim
+from lab.bench.comparison.deployed import nxd_default
+from lab.bench.comparison.options import LAYOUTS
+from lab.bench.comparison.spread import (
+    UNKNOWN,
+    Pairing,
+    Side,
+    SpeedupRange,
+    SpreadWork,
+    kept_range,
+)
+from lab.bench.prefill.cases import roofline_us
+from lab.bench.prefill.ours import OurTime, prefill_plan, time_ours, words_of
+from lab.bench.prefill.results import Key, Row, case_of, check_case, compared
+from lab.bench.prefill.vendor import (
+    DEPLOYED,
+    OPTIONS,
+    VARIANTS,
+    Known,
+    Variant,
+    VendorSide,
+    chain_runs,
+    launch_vendor,
+    seconds_of,
+)
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from neuron_moe.tools.timing.layers import BF16_BYTES, Model, choose_experts
+from neuron_moe.tools.timing.plans import launches_of
+from neuron_moe.tools.timing.pool import Task
+from neuron_moe.tools.timing.sources import Sources
+from neuron_moe.tools.timing.timelines import corner_timelines
+from nki_sim.time.schedule_model import CORNERS
+
+OURS, DEFAULT = "ours", "deployed"
+
+
+class Case:
+    """A layer with a routing: tasks of both sides, and a row for each layout and corner.
+
+    What the earlier rows have and still holds is not run again.
+
+    Args:
+        model: the layer.
+        tokens: T.
+        routing: how they choose experts.
+        library: the vendor's; None runs our side only.
+        sources: what times are simulated with.
+        options: of the command line.
+        earlier: rows of an earlier run, by key.
+
+    Raises:
+        ValueError: an earlier row is of another case or library.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: int,
+        routing: str,
+        library: VendorLibrary | None,
+        sources: Sources,
+        options: argparse.Namespace,
+        earlier: Mapping[Key, Row],
+    ) -> None:
+        self._model, self._sources, self._library = model, sources, library
+        self._index_TK = choose_experts(routing, tokens, model.E, model.K)
+        self._ours_seconds = (
+            len(options.layout) / 2 * seconds_of(model, self._index_TK, VARIANTS[0])
+        )
+        case = case_of(model, self._index_TK)
+        blank = Row(
+            model=model.name,
+            tp=model.tp,
+            T=tokens,
+            routing=routing,
+            case=case,
+            roofline_us=roofline_us(model, self._index_TK),
+        )
+        self.name = f"{model.name} TP{model.tp} T={tokens} {routing}"
+        self._asked = [
+            replace(blank, layout=layout, corner=corner)
+            for layout in options.layout
+            for corner in options.corner
+        ]
+        places = [
+            replace(blank, layout=layout, corner=corner).key
+            for layout in LAYOUTS
+            for corner in CORNERS
+        ]
+        old = [earlier[key] for key in places if key in earlier]
+        for row in old:
+            check_case(row, case, sources)
+        self._by_key = {row.key: earlier.get(row.key, row) for row in self._asked}
+        self._ours_waits = options.only != "vendor" and not all(map(self._is_current, self.rows()))
+        known = {corner: Known() for corner in options.corner}
+        for row in old:
+            if row.corner in known:
+                attempts = {a.name: a for a in row.vendor_variants}
+                known[row.corner] = Known(attempts, row.vendor_index_us)
+        self._timed_by = {row.corner: row.simulator for row in old}
+        self._deployed_waits = options.deployed and self._note_deployed(tokens)
+        self._vendor = VendorSide(
+            library if options.only != "ours" else None,
+            model,
+            self._index_TK,
+            known,
+            chip=nki_sim.hardware.find("trn2"),
+            kernels=options.vendor_kernels,
+        )
+
+    def _is_current(self, row: Row) -> bool:
+        return row.kernels == self._sources.kernels
+
+    def _note_deployed(self, tokens: int) -> bool:
+        """Note what NxD runs by default; return whether that is a kernel to be simulated."""
+        default = nxd_default(self._model, "prefill", tokens)
+        if default.is_kernel:
+            return self._library is not None and any(r.deployed_us is None for r in self.rows())
+        bound_us = default.bound_us(self._model, BF16_BYTES)
+        for key, row in self._by_key.items():
+            self._by_key[key] = replace(row, deployed_us=bound_us, deployed_plan=default.plan)
+        return False
+
+    def rows(self) -> list[Row]:
+        """Return the rows as far as they are known."""
+        return list(self._by_key.values())
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        waiting = (self._ours_waits, self._ours_seconds), (self._deployed_waits, self._deployed_s)
+        return self._vendor.size + sum(seconds for waits, seconds in waiting if waits)
+
+    @property
+    def _deployed_s(self) -> float:
+        return seconds_of(self._model, self._index_TK, DEPLOYED)
+
+    def next_task(self) -> Task | None:
+        """Hand out our side, what is deployed, then the vendor's variants."""
+        if self._ours_waits:
+            self._ours_waits = False
+            return Task(OURS, self._ours_seconds, self._run_ours)
+        if self._deployed_waits:
+            self._deployed_waits = False
+            return Task(DEFAULT, self._deployed_s, self._run_deployed)
+        return self._vendor.next_task()
+
+    def take(self, task: Task, result: Any) -> None:
+        """Keep what a task found."""
+        if task.name == OURS:
+            for key, time in result.items():
+                fields = {name: getattr(time, name) for name in OurTime.__slots__}
+                before = self._by_key[key]
+                fields |= kept_range(before, time.ours_us)
+                self._by_key[key] = replace(before, kernels=self._sources.kernels, **fields)
+        elif task.name == DEFAULT:
+            for key, row in self._by_key.items():
+                us = result[row.corner]
+                self._by_key[key] = replace(row, deployed_us=us, deployed_plan=DEPLOYED.name)
+        else:
+            self._by_key = {key: replace(row, **UNKNOWN) for key, row in self._by_key.items()}
+            self._vendor.take(task, result)
+            self._timed_by |= dict.fromkeys(result, self._sources.simulator)
+        self.compare()
+
+    def compare(self) -> None:
+        """Fill in what follows from both sides as far as they are known."""
+        for key, row in self._by_key.items():
+            attempts = self._vendor.attempts(row.corner)
+            library = self._sources.library or row.library if attempts else row.library
+            simulator = self._timed_by.get(row.corner, "")
+            self._by_key[key] = compared(
+                replace(
+                    row,
+                    vendor_variants=attempts,
+                    library=library,
+                    simulator=simulator,
+                    vendor_index_us=self._vendor.index_us(row.corner),
+                )
+            )
+
+    def _run_ours(self) -> dict[Key, OurTime]:
+        """Simulate our launches once for every plan, and time them in all corners."""
+        found: dict[Key, OurTime] = {}
+        corners = list(dict.fromkeys(row.corner for row in self._asked))
+        times = dict[str, dict[str, OurTime]]()  # layouts may come to the same plan
+        for layout in dict.fromkeys(row.layout for row in self._asked):
+            plan = prefill_plan(self._model, len(self._index_TK), layout)
+            words = words_of(plan)
+            if words not in times:
+                times[words] = time_ours(plan, self._index_TK, corners)
+            for row in self._asked:
+                if row.layout == layout:
+                    found[row.key] = times[words][row.corner]
+        return found
+
+    def _run_deployed(self) -> dict[str, float]:
+        """Simulate NxD's default kernel once, and time it in all corners."""
+        assert self._library is not None
+        run = launch_vendor(self._library, self._model, self._index_TK, DEPLOYED, OPTIONS)
+        corners = dict.fromkeys(row.corner for row in self._asked)
+        return {corner: timed.total_us for corner, timed in corner_timelines(run, corners)}
+
+    def spreads(self) -> Iterator[SpreadWork]:
+        """Yield what finds the ranges of the rows that lack them."""
+        corners = dict.fromkeys(row.corner for row in self.rows())
+        pairings = [pairing for corner in corners for pairing in self._pairings(corner)]
+        yield from SpreadWork.of(self.name, pairings, self._seconds, self._keep_ranges)
+
+    def _seconds(self, side: Side) -> float:
+        """Return what simulating a side of a ratio takes, about."""
+        if isinstance(side.name, Variant):
+            return seconds_of(self._model, self._index_TK, side.name)
+        return 0.5 * seconds_of(self._model, self._index_TK, VARIANTS[0])
+
+    def _pairings(self, corner: str) -> Iterator[Pairing]:
+        """Yield our plans in a corner, of rows without a range, and the vendor's best variant."""
+        missing = [
+            row
+            for row in self.rows()
+            if row.corner == corner and row.speedup and row.speedup_low is None
+        ]
+        if self._library is None or not missing:
+            return
+        plans = dict[str, list[Row]]()  # layouts may come to the same one
+        for row in missing:
+            plans.setdefault(row.ours_plan, []).append(row)
+        ours = [
+            ([row.key for row in rows], Side(words, partial(self._launch, rows[0].layout)))
+            for words, rows in plans.items()
+        ]
+        best = next(each for each in VARIANTS if each.name == missing[0].vendor_plan)
+        launch = partial(chain_runs, self._library, self._model, self._index_TK, best)
+        yield Pairing(corner, ours, Side(best, launch))
+
+    def _launch(self, layout: str) -> Iterator[nki_sim.Run]:
+        plan = prefill_plan(self._model, len(self._index_TK), layout)
+        for _, run in launches_of(plan, self._index_TK):
+            yield run
+
+    def _keep_ranges(self, found: Mapping[Key, SpeedupRange]) -> None:
+        """Keep the ranges of rows of this case."""
+        for key, one in found.items():
+            fields = {name: getattr(one, name) for name in SpeedupRange.__slots__}
+            self._by_key[key] = replace(self._by_key[key], **fields)

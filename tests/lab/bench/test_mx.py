@@ -1,0 +1,72 @@
+"""bench decode and prefill --chip trn3: MX kernels over a file of cases, in both corners."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.bench.comparison import mx
+from lab.bench.decode import command as decode
+from lab.bench.prefill import command as prefill
+from neuron_moe.tools.check.outcomes import Outcome
+from neuron_moe.tools.check.vendor_cases.case import Case
+from nki_sim.time.schedule_model import CORNERS
+from tests.tools.check.test_mx_cases import CASES, case
+
+
+def file_of(folder: Path, *names: str) -> Path:
+    entries = []
+    for name in names:
+        kernel, variant, params = CASES[name]
+        entry = {"id": name, "kernel": kernel, "variant": variant, "params": params}
+        entries.append(entry | {"platform": "trn3", "rtol": 0.05, "atol": 1e-5})
+    path = folder / "cases.json"
+    path.write_text(json.dumps({"cases": entries}))
+    return path
+
+
+@pytest.mark.parametrize(("command", "name"), [(decode, "all"), (prefill, "prefill")])
+def test_ours_are_timed_in_both_corners(command: Any, name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    cases = str(file_of(tmp_path, "all", "prefill"))
+    assert command.main(["--chip", "trn3", "--cases", cases, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [(row["id"], row["corner"]) for row in result["rows"]] == [(name, c) for c in CORNERS]
+    assert all(row["ours_us"] > 0 and row["vendor_us"] is None for row in result["rows"])
+    assert result["chip"] == "trn3"
+    assert "hbm_bytes_per_ns" in result["coefficients"]["documented"]
+    assert "psum_accumulate_factor" in result["coefficients"]["assumed"]
+
+
+def test_a_ratio_takes_two_right_results_of_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[str, tuple[str, str]] = {"ours": ("passed", ""), "theirs": ("passed", "")}
+
+    def timed(check: Any, corners: Any) -> Any:
+        side = "ours" if not seen else "theirs"
+        seen.append(side)
+        result, reason = found[side]
+        us = 10.0 if side == "ours" else 25.0
+        return Outcome.of(problem, result, reason), [dict.fromkeys(corners, us)]
+
+    monkeypatch.setattr(mx, "_timed", timed)
+    monkeypatch.setattr(mx, "VendorLibrary", lambda path: path)
+    problem: Case = case("all")
+    speedups = []
+    for side, outcome in (
+        ("ours", ("passed", "")),
+        ("theirs", ("failed", "library fault")),
+        ("theirs", ("passed", "T 64 -> 32 to fit")),
+    ):
+        seen: list[str] = []
+        found |= {"ours": ("passed", ""), "theirs": ("passed", "")} | {side: outcome}
+        (row,) = mx.compare_case(problem, Path("library"), ["in-order"])
+        speedups.append(row.speedup)
+    assert speedups == [2.5, None, None]
+
+
+def test_cases_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="--chip trn3: compares over a file of cases"):
+        decode.main(["--chip", "trn3"])

@@ -1,5 +1,0 @@
-"""The benchmark of the host's time: a command, and the processes in which layers are measured."""
-
-from neuron_moe.tools.bench.host.command import main
-
-__all__ = ["main"]

@@ -1,5 +1,0 @@
-"""`neuron-moe bench layer`: a whole MoE layer, as a rank computes it, in launches and in one."""
-
-from neuron_moe.tools.bench.layer.command import main
-
-__all__ = ["main"]

@@ -1,0 +1,1 @@
+"""Simulated times of plans, many at once: for `tune`, `profile` and benchmarks."""
