@@ -30,7 +30,7 @@ from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import DECODE_PHASES, Decision, check_compat
-from neuron_moe.plan import Forms, LayerParts, Plan, PlanCache, Step
+from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step
 from neuron_moe.spec import ExpertSpec, InitMethods, Tuning
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, refuse_gradient
 from neuron_moe.weights.experts import Experts
@@ -268,12 +268,23 @@ class RoutedExperts(nn.Module):
 
     def plan(self, step: Step) -> Plan:
         """Return how a step is computed by these experts on their own."""
-        return self._plans.plan(
-            step,
+        if self.backend.plans_ahead and torch.compiler.is_dynamo_compiling():
+            step = step.static()
+            self._make_ready(*step)
+        return self._plans.plan(step, *self._basis(step))
+
+    def _basis(self, step: Step) -> Basis:
+        return (
             self.num_changes,
             lambda: (self,),
             lambda forms: self.backend.plan(self.parts(step.phase, forms), step),
         )
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs in a capture
+    def _make_ready(self, *sizes: Any) -> int:
+        step = Step(*sizes)
+        self._plans.ready(step, *self._basis(step))
+        return 0
 
     def choose_path(self, phase: str, tokens: int) -> Decision:
         """Decide how `tokens` tokens are computed; see `neuron_moe.paths`."""

@@ -20,7 +20,7 @@ from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.parallel.exchange import Crossing, TokenBatch, TokenExchange
 from neuron_moe.parallel.shuffle import TokenShuffle
 from neuron_moe.paths import PHASES
-from neuron_moe.plan import Forms, LayerParts, Plan, PlanCache, Step
+from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step
 from neuron_moe.router import Router, Routing
 from neuron_moe.router_losses import RouterLosses, add_losses, router_losses
 from neuron_moe.shared_experts import SharedExperts
@@ -307,8 +307,13 @@ class MoE(nn.Module):
 
     def plan(self, step: Step) -> Plan:
         """Return how a step of this layer is computed; the very object that runs it."""
-        return self._plans.plan(
-            step,
+        if self.expert_mlps.backend.plans_ahead and torch.compiler.is_dynamo_compiling():
+            step = step.static()
+            self._make_ready(*step)
+        return self._plans.plan(step, *self._basis(step))
+
+    def _basis(self, step: Step) -> Basis:
+        return (
             (self.num_changes, self.expert_mlps.num_changes, _epsilon(self.rmsnorm)),
             lambda: (self.router, self.expert_mlps, self.shared_experts, self.rmsnorm),
             lambda forms: self.expert_mlps.backend.plan(self.parts(step, forms), step),
@@ -323,7 +328,13 @@ class MoE(nn.Module):
             has_padding: a padding mask will be given.
         """
         check_choice("phase", phase, PHASES)
-        self._plans.ready(self.plan(Step(phase, tokens, has_padding, self._is_part(phase))))
+        self._make_ready(*Step(phase, tokens, has_padding, self._is_part(phase)))
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs in a capture
+    def _make_ready(self, *sizes: Any) -> int:
+        step = Step(*sizes)
+        self._plans.ready(step, *self._basis(step))
+        return 0
 
     def _plan_of(self, crossing: Crossing, has_padding: bool) -> Plan | None:
         if not crossing.num_tokens:

@@ -5,6 +5,7 @@ compiled for, and the operands in the order in which they take them. Reasons are
 somebody reads them.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,10 @@ class Step(NamedTuple):
     has_padding: bool = False
     is_part: bool = False
     rows: int = 0
+
+    def static(self) -> "Step":
+        """Return the step with sizes that are plain integers, for a graph of its own each."""
+        return self._replace(tokens=operator.index(self.tokens), rows=operator.index(self.rows))
 
 
 class FusedOutput(NamedTuple):
@@ -272,6 +277,10 @@ class _Seen(NamedTuple):
     place: int
 
 
+Basis = tuple[object, Callable[[], Iterable[nn.Module | None]], Callable[[Forms], Plan]]
+"""What `PlanCache.plan` takes beside the step."""
+
+
 class _Ready:
     """Plans that `torch.compile` may meet, each an attribute by the name of its step.
 
@@ -297,8 +306,8 @@ class PlanCache:
 
     Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`), after
     which `clear` must be called. While `torch.export` captures a graph, plans are made of the forms
-    there are; `torch.compile` meets the plans that were made `ready`, and looks at no weight:
-    there a change is seen only through `clear` or `ready`.
+    there are; `torch.compile` meets plans that were made `ready`, and looks at no weight: there a
+    change is seen only after `clear`, which makes graphs be captured anew.
     """
 
     def __init__(self) -> None:
@@ -319,15 +328,6 @@ class PlanCache:
         self._plans, self._forms, self._seen = {}, Forms(), None
         self._ready = _Ready()
 
-    def ready(self, plan: Plan) -> None:
-        """Make the launches of a plan, for graphs, too."""
-        plan.prepare()
-        launches = plan.launches()
-        for launch in launches:
-            launch.prepare()
-        if launches:  # of kernels; torch operations plan inside a graph
-            self._ready.keep(plan)
-
     def plan(
         self,
         step: Step,
@@ -346,6 +346,31 @@ class PlanCache:
         if torch.compiler.is_compiling():
             found = self._ready.find(step) if torch.compiler.is_dynamo_compiling() else None
             return found or make(self._forms.fixed())
+        return self._find(step, settings, modules, make)
+
+    def ready(
+        self,
+        step: Step,
+        settings: object,
+        modules: Callable[[], Iterable[nn.Module | None]],
+        make: Callable[[Forms], Plan],
+    ) -> None:
+        """Make the launches of a step's plan, for graphs, too; arguments are those of `plan`."""
+        plan = self._find(step, settings, modules, make)
+        plan.prepare()
+        launches = plan.launches()
+        for launch in launches:
+            launch.prepare()
+        if launches:  # of kernels; torch operations plan inside a graph
+            self._ready.keep(plan)
+
+    def _find(
+        self,
+        step: Step,
+        settings: object,
+        modules: Callable[[], Iterable[nn.Module | None]],
+        make: Callable[[Forms], Plan],
+    ) -> Plan:
         if self._seen is not None and self._settings == settings and _is_unchanged(self._seen):
             found = self._plans.get(step)
             if found is not None:

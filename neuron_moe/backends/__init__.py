@@ -22,10 +22,12 @@ class Backend(Protocol):
     Attributes:
         name: what `get_backend` calls it.
         has_gradient: whether outputs can be differentiated.
+        plans_ahead: whether plans are made before torch.compile captures what they launch.
     """
 
     name: str
     has_gradient: bool
+    plans_ahead: bool
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Decide how a step of a layer is computed, and prepare it.

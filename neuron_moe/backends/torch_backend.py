@@ -44,6 +44,7 @@ class TorchBackend:
 
     name = "torch"
     has_gradient = True
+    plans_ahead = False
 
     def __init__(self, static: bool | None = None) -> None:
         self.static = static

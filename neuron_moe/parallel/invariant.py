@@ -64,6 +64,7 @@ class _CountingBackend:
 
     name = "counting"
     has_gradient = True  # of a constant
+    plans_ahead = False
 
     def __init__(self, real: Backend) -> None:
         self.real = real

@@ -56,13 +56,15 @@ def _parts(output: Any) -> list[Tensor]:
     return [part for part in parts if part is not None]
 
 
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "at-once"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_one_graph_with_the_bits_of_eager(name: str) -> None:
+def test_a_step_is_one_graph_with_the_bits_of_eager(name: str, is_prepared: bool) -> None:
     layer = _layer(name)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
     for number, step in enumerate(STEPS, 1):
         wanted = layer(_tokens(step))
-        _prepare(layer, step)
+        if is_prepared:
+            _prepare(layer, step)
         _assert_same(compiled(_tokens(step)), wanted)
         assert counters["stats"]["unique_graphs"] == number
     for step in STEPS:  # that others were prepared compiles nothing anew
@@ -89,31 +91,37 @@ def test_packed_weights_are_read_in_a_graph() -> None:
     _assert_same(compiled(_tokens("decode")), wanted)
 
 
-def test_a_step_that_is_not_prepared_is_refused_with_the_way_out() -> None:
-    layer = _layer("gpt-oss")
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
-    with pytest.raises(Exception, match=r"prepare\(phase, tokens\)"):
-        compiled(_tokens("decode"))
-
-
 @pytest.mark.parametrize("loads", [True, False], ids=["loaded", "in-place"])
-def test_changed_weights_are_refused_until_the_step_is_prepared_anew(loads: bool) -> None:
-    layer = _layer("gpt-oss")
-    _prepare(layer, "decode")
+@pytest.mark.parametrize("name", ["gpt-oss", "separate"])
+def test_a_graph_has_the_weights_of_the_day(name: str, loads: bool) -> None:
+    layer = _layer(name)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
     before = compiled(_tokens("decode"))
     if loads:
-        layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()})
+        layer.load_state_dict({key: value * 2 for key, value in layer.state_dict().items()})
     else:
         for weight in layer.parameters():
             weight.data.mul_(2)
         layer.weights_changed()
-    with pytest.raises(Exception, match=r"again after weights have changed"):
-        compiled(_tokens("decode"))
-    _prepare(layer, "decode")
     found = compiled(_tokens("decode"))
     assert not torch.equal(_parts(found)[0], _parts(before)[0])
     _assert_same(found, layer(_tokens("decode")))
+
+
+def test_sizes_that_change_are_graphs_of_their_own() -> None:
+    layer = _layer("gpt-oss")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for tokens in (33, 40, 47):
+        rows = torch.randn(1, tokens, H).bfloat16()
+        _assert_same(compiled(rows), layer(rows))
+
+
+def test_experts_alone_are_a_graph_too() -> None:
+    experts = _layer("gpt-oss").expert_mlps
+    rows, affinities = torch.randn(40, H).bfloat16(), torch.rand(40, 2)
+    index = torch.stack([torch.arange(40) % 4, torch.full((40,), 5)], 1)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True, dynamic=False)
+    _assert_same(compiled(rows, affinities, index, 40), experts(rows, affinities, index, 40))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "separate-shared"])

@@ -37,6 +37,7 @@ class CudaBackend:
 
     name = "cuda"
     has_gradient = True
+    plans_ahead = False
 
     def __init__(self) -> None:
         if importlib.util.find_spec("triton") is None:

@@ -29,6 +29,7 @@ class NkiBackend:
 
     name = "nki"
     has_gradient = False
+    plans_ahead = True
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Decide how a step is computed; operands are prepared when it first runs.

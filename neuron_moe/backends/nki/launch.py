@@ -157,9 +157,8 @@ def check_capture() -> None:
     """Raise ValueError where a plan would be made while Python itself is captured."""
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
-            "backend='nki' inside torch.compile or torch.export(strict=True): plans are made before"
-            " a graph is captured. Call prepare(phase, tokens) of the layer first, with the sizes"
-            " of the step, and again after weights have changed."
+            "backend='nki' inside torch.compile: a plan is made before the graph is captured, by"
+            " the layer. Call the layer or its experts, not a plan of yours."
         )
 
 
