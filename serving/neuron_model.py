@@ -21,7 +21,12 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.serving.neuron_attention import PagesCore, view_of
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
-from neuron_moe.serving.options import OPTIONS_KEY, ServingOptions
+from neuron_moe.serving.options import (
+    ARCHITECTURE,
+    NATIVE_ARCHITECTURE,
+    OPTIONS_KEY,
+    ServingOptions,
+)
 
 QUANTIZATIONS = (None, "bf16", "mxfp4")  # our reader decodes whatever a checkpoint holds
 PLUGIN = "vllm_neuron"
@@ -30,13 +35,39 @@ PLUGIN = "vllm_neuron"
 class NeuronMoeNativeForCausalLM(nn.Module):
     """A model of ours as the runner of vllm-neuron wants it; made by `from_configs`.
 
+    vLLM takes a class for a model that generates text if its constructor knows `vllm_config` and it
+    has `embed_input_ids` and `compute_logits`.
+
     Args:
         folder: of the checkpoint.
         dtype: of the parameters.
         options: how it computes.
+        vllm_config: of vLLM itself, whose runner makes models another way.
+
+    Attributes:
+        supports_on_device_sampling: read by the plugin, which then samples on the host.
+
+    Raises:
+        ValueError: vLLM's own runner is to run it, or the model keeps what the plugin has no pages
+            for.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, options: ServingOptions) -> None:
+    supports_on_device_sampling = False
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        options: ServingOptions | None = None,
+        *,
+        vllm_config: object = None,
+        prefix: str = "",
+    ) -> None:
+        if folder is None or options is None or vllm_config is not None:
+            raise ValueError(
+                f"{NATIVE_ARCHITECTURE}{f' {prefix}' if prefix else ''}: is for vllm-neuron, which"
+                f" makes it by from_configs(). On a CPU choose {ARCHITECTURE}."
+            )
         super().__init__()
         self.folder, self.options = folder, options
         self.model = cast(DecoderModel, build_model(folder, dtype=dtype, backend=options.backend))
@@ -74,6 +105,15 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         _take_groups()
         dtype = getattr(hf_config, "dtype", None) or torch.bfloat16
         return cls(folder, dtype, options)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return [T, H], the embeddings of [T] token ids."""
+        embedded: Tensor = self.model.embed_tokens(input_ids)
+        return embedded
+
+    def compute_logits(self, hidden_TH: Tensor) -> Tensor:
+        """Return [T, V] logits of the last hidden states [T, H]."""
+        return self.model.compute_logits(hidden_TH)
 
     def get_kv_spec(self) -> Any:
         """Return the plugin's `KVSpec`: what each layer keeps of a token on this rank."""
