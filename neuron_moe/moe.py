@@ -310,6 +310,7 @@ class MoE(nn.Module):
         if self.expert_mlps.backend.plans_ahead and torch.compiler.is_dynamo_compiling():
             step = step.static()
             self._make_ready(*step)
+            return self._plans.in_graphs.find(step)
         return self._plans.plan(step, *self._basis(step))
 
     def _basis(self, step: Step) -> Basis:

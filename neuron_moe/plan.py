@@ -291,9 +291,9 @@ class _Ready:
         """Keep a plan, whose launches are made."""
         setattr(self, _attribute_of(plan.step), plan)
 
-    def find(self, step: Step) -> Plan | None:
-        """Return the plan of a step, if there is one."""
-        found: Plan | None = getattr(self, _attribute_of(step), None)
+    def find(self, step: Step) -> Plan:
+        """Return the plan of a step."""
+        found: Plan = getattr(self, _attribute_of(step))
         return found
 
 
@@ -312,7 +312,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: dict[Step, Plan] = {}
-        self._ready = _Ready()
+        self.in_graphs = _Ready()
         self._forms = Forms()
         self._seen: tuple[_Seen, ...] | None = None
         self._settings: object = None
@@ -326,7 +326,7 @@ class PlanCache:
     def clear(self) -> None:
         """Forget everything."""
         self._plans, self._forms, self._seen = {}, Forms(), None
-        self._ready = _Ready()
+        self.in_graphs = _Ready()
 
     def plan(
         self,
@@ -344,8 +344,7 @@ class PlanCache:
             make: makes a plan, given where forms of these weights are kept.
         """
         if torch.compiler.is_compiling():
-            found = self._ready.find(step) if torch.compiler.is_dynamo_compiling() else None
-            return found or make(self._forms.fixed())
+            return make(self._forms.fixed())
         return self._find(step, settings, modules, make)
 
     def ready(
@@ -358,11 +357,9 @@ class PlanCache:
         """Make the launches of a step's plan, for graphs, too; arguments are those of `plan`."""
         plan = self._find(step, settings, modules, make)
         plan.prepare()
-        launches = plan.launches()
-        for launch in launches:
+        for launch in plan.launches():
             launch.prepare()
-        if launches:  # of kernels; torch operations plan inside a graph
-            self._ready.keep(plan)
+        self.in_graphs.keep(plan)
 
     def _find(
         self,

@@ -213,8 +213,8 @@ def make_first_pipeline(config: DecodeConfig, b: DecodeBuffers, routing: Listed)
         b.expert_out,
         b.weights,
         b.inputs,
-        0,
-        1,
+        column=0,
+        step=1,
     )
 
 

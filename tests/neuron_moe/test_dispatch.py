@@ -19,7 +19,7 @@ from neuron_moe.parallel.exchange import Crossing, TokenBatch, copy_of
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.parallel.shuffle import TokenShuffle
 from neuron_moe.paths import PATHS
-from neuron_moe.plan import Step
+from neuron_moe.plan import PlanCache, Step
 
 # phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
 CASES = [
@@ -206,12 +206,7 @@ def test_a_step_is_prepared_without_padding_unless_it_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps: list[Step] = []
-
-    def plan(_: MoE, step: Step) -> SimpleNamespace:
-        steps.append(step)
-        return SimpleNamespace(prepare=lambda: None)
-
-    monkeypatch.setattr(MoE, "plan", plan)
+    monkeypatch.setattr(PlanCache, "ready", lambda _cache, step, *_basis: steps.append(step))
     config = RoutedExpertsMLPOpsConfig(4, 16, 8, 1, "silu", True)
     layer = MoE(RouterTopK(4, 1, 16), ExpertMLPsV2(config))
     layer.prepare("decode", 3)
