@@ -88,6 +88,17 @@ def test_one_static_graph_serves_each_bucket(folder_of: Folders) -> None:
     assert runner.graphs == 4
 
 
+@pytest.mark.long
+def test_kernels_go_into_the_graph_of_each_bucket(folder_of: Folders) -> None:
+    folder, options = folder_of(TINY_NAME), {"backend": "nki"}
+    eager = Runner(folder, torch.bfloat16, options=options, trims=True)
+    runner = Runner(folder, torch.bfloat16, options=options, compiler="aot_eager", trims=True)
+    runner.warm_up()
+    assert runner.graphs == 4
+    assert runner.generate(PROMPTS, 4) == eager.generate(PROMPTS, 4)
+    assert runner.graphs == 4
+
+
 def test_the_stand_in_refuses_to_recompile() -> None:
     runner = Runner.__new__(Runner)
     runner.is_warm = True
