@@ -21,13 +21,25 @@ COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "mxfp4-pack-quantize
 _QUANTIZATIONS = ("fp8", "compressed-tensors", "neuron_moe")  # the last is what convert writes
 _FP8_BLOCK = [128, 128]
 
-# Keys that every transformers config may carry and that change nothing in inference.
+# Keys that every transformers config may carry, or that tools add, and that change nothing in
+# inference.
 BOOKKEEPING_KEYS = (
+    "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
+    "attn_implementation",
+    "auto_map",
     "dtype",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "return_dict",
     "torch_dtype",
     "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
 )
 # Keys of training, and of the tokenizer, that change nothing in inference either.

@@ -41,6 +41,8 @@ _SMALLEST_SUM = 1e-12  # a token whose choices all dropped out has affinity sum 
 OverAllTokens = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 """Applies a function of all T tokens' choices to those of the tokens of this rank."""
 
+_NO_BACKWARD = -1  # the number of the backward pass that is under way
+
 
 class RoutedExperts(nn.Module):
     """The routed experts of one layer, as one rank holds them.
@@ -454,8 +456,12 @@ class RoutedExperts(nn.Module):
         )
 
     def record_load(self, index_TK: Tensor) -> None:
-        """Count the tokens of each expert, if counters are enabled."""
+        """Count the tokens of each expert, if counters are enabled; not once more where activation
+        checkpointing computes them again.
+        """
         if self.expert_load_E is None or torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
             return
         with torch.no_grad():
             counted_E = sort_pairs(index_TK, self.spec.num_experts).tokens_per_expert_E

@@ -247,11 +247,14 @@ class Router(nn.Module):
         if self.training and self.jitter_eps:
             noise = torch.empty_like(hidden_TH).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
             hidden_TH = hidden_TH * noise
-        bias_E = self.linear_router.bias
+        bias = self.linear_router.bias
         weight_EH = self.linear_router.weight.to(hidden_TH.dtype)
-        return nn.functional.linear(
-            hidden_TH, weight_EH, None if bias_E is None else bias_E.to(hidden_TH.dtype)
-        )
+        bias_E = None if bias is None else bias.to(hidden_TH.dtype)
+        device = hidden_TH.device.type
+        if torch.is_autocast_enabled(device):  # it would multiply in bfloat16
+            with torch.autocast(device, enabled=False):
+                return nn.functional.linear(hidden_TH, weight_EH, bias_E)
+        return nn.functional.linear(hidden_TH, weight_EH, bias_E)
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route [.., H] hidden states; leading axes are flattened to T."""

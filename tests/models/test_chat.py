@@ -31,6 +31,9 @@ SPECIAL = """\
 {%- endfor -%}
 {%- generation -%}{{ messages | tojson }}{%- endgeneration -%}
 {{ strftime_now('%Y') }} {{ found.role }} {{ messages[0].content.split(' ')[-1] }}"""
+TO_JSON = """\
+{{ messages | tojson(sort_keys=True, separators=(',', ':')) }}
+{{ messages | tojson(ensure_ascii=True) }}{{ messages | tojson(indent=2) }}"""
 SYSTEM = {"role": "system", "content": "  Be brief.  "}
 USER = {"role": "user", "content": "Whät is a router?"}
 STOP = {"role": "stop", "content": ""}
@@ -57,7 +60,12 @@ def keep(folder: Path, place: str, template: str) -> None:
 @pytest.mark.parametrize("place", ["chat_template.jinja", "one", "by name"])
 @pytest.mark.parametrize(
     ("template", "messages"),
-    [(PLAIN, [SYSTEM, USER]), (PLAIN, [USER]), (SPECIAL, [USER, STOP, SYSTEM])],
+    [
+        (PLAIN, [SYSTEM, USER]),
+        (PLAIN, [USER]),
+        (SPECIAL, [USER, STOP, SYSTEM]),
+        (TO_JSON, [SYSTEM, USER]),
+    ],
     ids=["system", "user", "special"],
 )
 def test_tokens_are_those_of_transformers(
