@@ -66,7 +66,7 @@ def keep(folder: Path, place: str, template: str) -> None:
         (SPECIAL, [USER, STOP, SYSTEM]),
         (TO_JSON, [SYSTEM, USER]),
     ],
-    ids=["system", "user", "special"],
+    ids=["system", "user", "special", "json"],
 )
 def test_tokens_are_those_of_transformers(
     place: str, template: str, messages: list[dict[str, str]], folder: Path

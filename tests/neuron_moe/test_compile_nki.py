@@ -56,8 +56,14 @@ def _parts(output: Any) -> list[Tensor]:
     return [part for part in parts if part is not None]
 
 
-@pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "at-once"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "is_prepared"),
+    [
+        ("gpt-oss", False),
+        ("separate-shared", True),
+        *(pytest.param(name, False, marks=pytest.mark.long) for name in CASES),
+    ],
+)
 def test_a_step_is_one_graph_with_the_bits_of_eager(name: str, is_prepared: bool) -> None:
     layer = _layer(name)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
