@@ -30,7 +30,7 @@ from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import DECODE_PHASES, Decision, check_compat
-from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step
+from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
 from neuron_moe.spec import ExpertSpec, InitMethods, Tuning
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, refuse_gradient
 from neuron_moe.weights.experts import Experts
@@ -114,6 +114,7 @@ class RoutedExperts(nn.Module):
                 self.add_module(name, experts)
         self.register_buffer("expert_load_E", None, persistent=False)
         self._plans = PlanCache()
+        self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set, and count what plans may depend on; a counted load is nothing of theirs."""

@@ -20,7 +20,7 @@ from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.parallel.exchange import Crossing, TokenBatch, TokenExchange
 from neuron_moe.parallel.shuffle import TokenShuffle
 from neuron_moe.paths import PHASES
-from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step
+from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
 from neuron_moe.router import Router, Routing
 from neuron_moe.router_losses import RouterLosses, add_losses, router_losses
 from neuron_moe.shared_experts import SharedExperts
@@ -128,7 +128,7 @@ class MoE(nn.Module):
         self.router_losses: RouterLosses | None = None
         self.losses: dict[str, Tensor] = {}
         self._plans = PlanCache()
-        self.register_load_state_dict_post_hook(_forget_plans)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
 
     def use_router_losses(self, weights: RouterLosses | None) -> None:
         """Add auxiliary losses while training; None: no more.
@@ -454,12 +454,6 @@ class MoE(nn.Module):
         if tokens_per_expert is None:
             tokens_per_expert = experts.local_load(phase)
         return plan.explain(tokens_per_expert)
-
-
-def _forget_plans(layer: nn.Module, _keys: object) -> None:
-    """Forget plans of loaded weights, which a compiled graph does not look at."""
-    assert isinstance(layer, MoE)
-    layer._plans.clear()
 
 
 def _epsilon(norm: nn.Module | None) -> float | None:

@@ -383,6 +383,11 @@ class PlanCache:
         return plan
 
 
+def forget_plans(module: Any, _keys: object) -> None:
+    """Forget the plans that a module keeps when it has loaded weights: graphs look at none."""
+    module._plans.clear()
+
+
 def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
     """Return the weights of some modules as they are; None if they cannot be told apart later."""
     parts = [part for module in modules if module is not None for part in module.modules()]

@@ -127,7 +127,12 @@ def test_experts_alone_are_a_graph_too() -> None:
     rows, affinities = torch.randn(40, H).bfloat16(), torch.rand(40, 2)
     index = torch.stack([torch.arange(40) % 4, torch.full((40,), 5)], 1)
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True, dynamic=False)
-    _assert_same(compiled(rows, affinities, index, 40), experts(rows, affinities, index, 40))
+    before = compiled(rows, affinities, index, 40)
+    _assert_same(before, experts(rows, affinities, index, 40))
+    experts.load_state_dict({key: value * 2 for key, value in experts.state_dict().items()})
+    found = compiled(rows, affinities, index, 40)
+    assert not torch.equal(found, before)
+    _assert_same(found, experts(rows, affinities, index, 40))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "separate-shared"])

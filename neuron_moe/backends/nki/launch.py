@@ -88,8 +88,8 @@ class Launch:
         return tuple((name, _in_graph(value)) for name, value in self.arguments)
 
     def prepare(self) -> None:
-        """Make what `run` and a graph read, before a graph is captured."""
-        _ = self.name, self.captured, self.specs
+        """Make what a graph reads, before it is captured."""
+        _ = self.name, self.captured
 
 
 def _in_graph(value: Any) -> Any:
