@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from neuron_moe.activations import at_least_float32
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
+from neuron_moe.device import can_look
 
 
 def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> None:
@@ -27,8 +28,8 @@ def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> No
             f"expert_index: dtype {expert_index.dtype} must be an integer one. Pass the choices,"
             " not the affinities."
         )
-    if torch.compiler.is_compiling():
-        return  # a graph cannot look at values
+    if not can_look(expert_index):
+        return
     largest = int(expert_index.max())
     if largest >= num_experts:
         raise ValueError(
@@ -39,8 +40,8 @@ def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> No
 
 def check_no_repeats(expert_index: Tensor, padding_mask: Tensor | None) -> None:
     """Refuse real tokens that choose an expert twice: blocks hold a token once."""
-    if torch.compiler.is_compiling() or expert_index.numel() == 0:
-        return  # a graph cannot look at values
+    if not can_look(expert_index) or expert_index.numel() == 0:
+        return
     sorted_TK = expert_index.sort(-1).values
     twice_T = ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any(-1)
     twice_T = _among_real_tokens(twice_T, padding_mask)
@@ -61,7 +62,7 @@ def _among_real_tokens(found_T: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 def check_mask_values(padding_mask: Tensor) -> None:
     """Refuse float masks that are not zeros and positive numbers, such as those to be added."""
-    if torch.compiler.is_compiling() or not padding_mask.is_floating_point():
+    if not can_look(padding_mask) or not padding_mask.is_floating_point():
         return
     if bool((~(padding_mask >= 0)).any()):  # catches NaN too
         worst = padding_mask.min()
@@ -97,7 +98,7 @@ def check_one_reading(
     Where every real token has its choices in the order of the experts, both mean the same.
     """
     top_k = expert_index.shape[-1]
-    if torch.compiler.is_compiling() or top_k < 2 or top_k != num_experts:
+    if not can_look(expert_index) or top_k < 2 or top_k != num_experts:
         return
     in_order_K = torch.arange(top_k, device=expert_index.device)
     is_elsewhere_T = ((expert_index >= 0) & (expert_index != in_order_K)).any(-1)

@@ -24,6 +24,7 @@ from neuron_moe.choices import (
     fits_capacity,
     from_dense,
 )
+from neuron_moe.device import can_look
 from neuron_moe.errors import check_instance, check_positive_int
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import PhaseShards
@@ -138,6 +139,12 @@ class RoutedExperts(nn.Module):
         if self.placement is None:
             return tuple(here)
         return self.placement.physical[here.start : here.stop]
+
+    def first_expert(self, phase: str) -> int | Tensor:
+        """Return the number, of all physical experts, of this rank's first; as data ([] int32)
+        where one graph serves all ranks.
+        """
+        return self.shards.of(phase).local_experts(self.num_physical).start
 
     def local_load(self, phase: str = "prefill") -> list[int] | None:
         """Return the tokens counted for each expert of this rank, replicas sharing them alike; None
@@ -264,7 +271,7 @@ class RoutedExperts(nn.Module):
             weights=self.weights(phase),
             tuning=self.tuning,
             num_experts=self.num_physical,
-            first_expert=self.shards.of(phase).local_experts(self.num_physical).start,
+            first_expert=self.first_expert(phase),
             compat=self.compat,
             forms=forms or Forms(),
         )
@@ -447,10 +454,10 @@ class RoutedExperts(nn.Module):
         shard, scales_input = self.shards.of(phase), self.spec.scales_input
         if shard.ep_size == 1:
             return LocalRouting(index_TK, affinities_TK, scales_input)
-        experts = shard.local_experts(self.num_physical)
-        is_here = (index_TK >= experts.start) & (index_TK < experts.stop)
+        first, count = self.first_expert(phase), self.num_physical // shard.ep_size
+        is_here = (index_TK >= first) & (index_TK < first + count)
         return LocalRouting(
-            torch.where(is_here, index_TK - experts.start, NO_EXPERT),
+            torch.where(is_here, index_TK - first, NO_EXPERT),
             torch.where(is_here, affinities_TK, 0.0),
             scales_input,
             index_TK,
@@ -460,7 +467,7 @@ class RoutedExperts(nn.Module):
         """Count the tokens of each expert, if counters are enabled; not once more where activation
         checkpointing computes them again.
         """
-        if self.expert_load_E is None or torch.compiler.is_compiling():
+        if self.expert_load_E is None or not can_look(index_TK):
             return
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
             return

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.choices import check_mask_values, drop_padding
+from neuron_moe.device import is_traced
 from neuron_moe.errors import check_choice, check_instance
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
@@ -237,7 +238,7 @@ class MoE(nn.Module):
             first_token=crossing.first_token,
             over_all_tokens=crossing.over_all_tokens,
         )
-        sent = crossing.dispatch(own_TH, *chosen)
+        sent = crossing.dispatch(own_TH, *chosen, batch.padding_mask)
         num_rows = sent.rows.hidden_TH.shape[0]
         if plan is not None and num_rows not in (0, crossing.num_tokens):
             plan = self.plan(plan.step._replace(rows=num_rows))
@@ -376,6 +377,10 @@ class MoE(nn.Module):
                 "tokens travel between ranks after routing",
             ),
             (self.shuffle is not None, "tokens are shuffled between ranks"),
+            (
+                shared is not None and is_traced(shared.down_proj.weight),
+                "shared experts would be laid out anew in every step of the traced graph",
+            ),
             (experts.placement is not None, "experts are placed or replicated by load"),
             (experts.spec.normalizes_affinities, "affinities are normalised after routing"),
             (self.options.returns_logits, "logits are returned, which it keeps on chip"),

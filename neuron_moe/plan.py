@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.device import is_traced
 from neuron_moe.explain import Explanation, explain_path
 from neuron_moe.paths import Decision, Workload
 from neuron_moe.router import Router, Routing
@@ -107,7 +108,8 @@ class LayerParts:
         weights: the experts of this rank.
         tuning: how kernels should go about it.
         num_experts: physical experts of all ranks.
-        first_expert: number of this rank's first among them.
+        first_expert: number of this rank's first among them; as data ([] int32) where one graph
+            serves all ranks.
         compat: rule table of the path, see `paths.choose_path`.
         router: of the layer; None for experts on their own.
         norm: in front of router and experts, or None.
@@ -125,7 +127,7 @@ class LayerParts:
     weights: ExpertWeights
     tuning: Tuning
     num_experts: int
-    first_expert: int = 0
+    first_expert: int | Tensor = 0
     compat: str | None = None
     router: Router | None = None
     norm: nn.Module | None = None
@@ -391,6 +393,8 @@ def forget_plans(module: Any, _keys: object) -> None:
 def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
     """Return the weights of some modules as they are; None if they cannot be told apart later."""
     parts = [part for module in modules if module is not None for part in module.modules()]
+    if any(is_traced(each[-1]) for part in parts for each in _weights_of(part)):
+        return None  # what is made of them is a part of the graph, not of this process
     try:
         return tuple(
             _Seen(owner, name, weight, numbers, _version(numbers), numbers.data_ptr())

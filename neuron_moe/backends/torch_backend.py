@@ -26,6 +26,7 @@ from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.backends.form_choice import settle_forms
 from neuron_moe.backends.saving import saving_experts
 from neuron_moe.blocks import BlockMapping, build_block_mapping
+from neuron_moe.device import can_look
 from neuron_moe.paths import decide
 from neuron_moe.plan import LayerParts, Plan, Step, kept_note
 from neuron_moe.router import Routing
@@ -95,7 +96,7 @@ class TorchPlan(Plan):
         weights, save_percent = self.parts.weights, self.parts.tuning.save_percent
         if save_percent is not None and torch.is_grad_enabled() and weights.packed_down is None:
             return saving_experts(hidden_NH, routing, weights, save_percent)
-        if not self._is_static(weights):
+        if not self._is_static(hidden_NH, weights):
             return chosen_experts(hidden_NH, routing, weights)
         if self.path == "selective":
             return _gathered_weights(hidden_NH, routing, weights)
@@ -120,8 +121,8 @@ class TorchPlan(Plan):
         form = self.parts.weights.product_form(tokens)
         return (f"expert products are {form}: {forms.why(tokens)}",)
 
-    def _is_static(self, weights: ExpertWeights) -> bool:
-        is_static = torch.compiler.is_compiling() if self.static is None else self.static
+    def _is_static(self, hidden_NH: Tensor, weights: ExpertWeights) -> bool:
+        is_static = self.static if self.static is not None else not can_look(hidden_NH)
         if is_static and weights.packed_down is not None:
             raise ValueError(
                 "packed weights: the static form needs plain tensors. Export before pack_weights(),"

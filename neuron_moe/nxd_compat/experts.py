@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,9 +19,10 @@ from neuron_moe.nxd_compat.nxd import adopt_groups
 from neuron_moe.nxd_compat.sharder import SPMDRank, mark_experts
 from neuron_moe.nxd_compat.tuning import expert_remarks, expert_spec, refuse, tuning_of
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.collectives import TorchCollectives, as_collectives
+from neuron_moe.parallel.collectives import as_collectives, process_group_of
 from neuron_moe.parallel.config import STRATEGIES
 from neuron_moe.parallel.placement import ExpertPlacement
+from neuron_moe.paths import DECODE_PHASES
 from neuron_moe.spec import Tuning, as_dtype
 from neuron_moe.weights.experts import Experts
 
@@ -123,6 +123,8 @@ class ExpertMLPsV2(RoutedExperts):
             device=device,
             init_methods=(config.input_layer_init_method, config.output_layer_init_method),
         )
+        if self._is_traced:
+            _refuse_untraceable(self)
         self.config = config
         self.routed_experts_mlp_config = config
         self.blockwise_matmul_config = tuning
@@ -135,12 +137,12 @@ class ExpertMLPsV2(RoutedExperts):
     @property
     def moe_tensor_model_parallel_group(self) -> ProcessGroup | None:
         """The ranks that split an expert in the phase NxD's module is for; None for one rank."""
-        return _process_group(self.groups[self._phase].tp)
+        return process_group_of(self.groups[self._phase].tp)
 
     @property
     def moe_expert_model_parallel_group(self) -> ProcessGroup | None:
         """The ranks that split the experts in the phase NxD's module is for; None for one rank."""
-        return _process_group(self.groups[self._phase].ep)
+        return process_group_of(self.groups[self._phase].ep)
 
     @property
     def _phase(self) -> str:
@@ -178,9 +180,25 @@ class ExpertMLPsV2(RoutedExperts):
             if isinstance(getattr(self, name, None), SPMDRank):
                 model_state_dict.update(self._places_of_all(phase, f"{prefix}{name}."))
 
+    @property
+    def _is_traced(self) -> bool:
+        """Whether one process stands for all ranks."""
+        return any(groups.is_traced for groups in self.groups.values())
+
+    def first_expert(self, phase: str) -> int | Tensor:
+        """Return the number of this rank's first expert; as data where one graph serves all
+        ranks.
+        """
+        if not self.groups[phase].ep.is_traced:
+            return super().first_expert(phase)
+        has_own = phase in DECODE_PHASES and self.shards.second is not None
+        place = self.spmd_rank_tkg if has_own else self.spmd_rank
+        return place.get_local_expert_indices()[0, 0]
+
     def _prepare_for_nxd(self) -> None:
         """Add what NxD's sharder and its state dicts need."""
-        if self.config.enable_spmd_rank:
+        is_split = any(groups.ep.is_traced for groups in self.groups.values())
+        if self.config.enable_spmd_rank or is_split:
             self.spmd_rank = self._place("prefill")
             if self.shards.second is not None:
                 self.spmd_rank_tkg = self._place("decode")
@@ -190,8 +208,8 @@ class ExpertMLPsV2(RoutedExperts):
     def _place(self, phase: str) -> SPMDRank:
         is_split = self.shards.of(phase).ep_size > 1
         experts = [*self.local_experts(phase)] if is_split else None
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return SPMDRank(rank, _world_size(), experts)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return SPMDRank(rank, _world_size(), experts, is_open=self._is_traced)
 
     def _places_of_all(self, phase: str, prefix: str) -> dict[str, Tensor]:
         """Return the parameters of SPMDRank of all ranks, a row each."""
@@ -199,7 +217,7 @@ class ExpertMLPsV2(RoutedExperts):
         found = {f"{prefix}rank": ranks}
         shard = self.shards.of(phase)
         if shard.ep_size > 1:
-            mesh = expert_mesh(_process_group(self.groups[phase].ep))
+            mesh = expert_mesh(process_group_of(self.groups[phase].ep))
             if mesh is None:
                 places = ranks // shard.tp_size % shard.ep_size
             else:
@@ -236,6 +254,25 @@ def _check_choices(backend: str | Backend, strategy: str | None) -> Backend:
     return get_backend(backend)
 
 
+def _refuse_untraceable(mlps: RoutedExperts) -> None:
+    """Raise ValueError for what one graph for all ranks cannot do."""
+    strategies = {groups.strategy for groups in mlps.groups.values()}
+    refuse(
+        [
+            (
+                mlps.placement is not None and any(g.ep.size > 1 for g in mlps.groups.values()),
+                "placement (or expert_distribution) with experts split over ranks: in one graph for"
+                " all ranks each has an equal run of the experts. Leave it None.",
+            ),
+            (
+                "all_to_all" in strategies,
+                "strategy='all_to_all': sends a number of rows that the data decides, which one"
+                " graph for all ranks cannot hold. Use strategy='replicate'.",
+            ),
+        ]
+    )
+
+
 def _before_load(mlps: ExpertMLPsV2, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Bring what NxD saved into the form that is loaded, or say why not."""
     problem = loading.prepare_experts(mlps, state_dict, prefix, mlps.presharded)
@@ -249,11 +286,7 @@ def _row_of(rank: int, mesh: list[list[int]]) -> list[int]:
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _process_group(collectives: Any) -> ProcessGroup | None:
-    return collectives.group if isinstance(collectives, TorchCollectives) else None
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _settle_groups(*, main: Pair, cte: Pair, tkg: Pair, is_hybrid: bool) -> dict[str, Pair]:

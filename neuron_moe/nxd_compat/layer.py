@@ -188,10 +188,19 @@ def _before_load(layer: MoE, state_dict: dict[str, Any], prefix: str, *_: Any) -
 
 
 def _refuse_keys(options: LayerOptions, router: Router, experts: RoutedExperts) -> None:
-    """Raise ValueError where router or experts were told otherwise than the layer."""
+    """Raise ValueError where router or experts were told otherwise than the layer, or of what one
+    graph for all ranks cannot do.
+    """
     is_parallel = options.is_sequence_parallel
+    is_traced = any(groups.is_traced for groups in experts.groups.values())
     refuse(
         [
+            (
+                is_traced and is_parallel and experts.spec.capacity_factor is not None,
+                f"capacity_factor={experts.spec.capacity_factor} with sequence parallelism: one"
+                " graph for all ranks cannot say which tokens of a sequence a rank has, which"
+                " decides whom an expert takes. Leave it None.",
+            ),
             (
                 options.sequence_dimension == 0 and not is_parallel,
                 "sequence_dimension=0: without sequence_parallel_enabled=True the input is"

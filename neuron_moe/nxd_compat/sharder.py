@@ -107,11 +107,23 @@ class SPMDRank(nn.Module):
         rank: of this process.
         world_size: processes.
         local_experts: of this rank, if experts are split.
+        is_open: one process stands for all ranks, so a state dict may hold any rank's place.
     """
 
-    def __init__(self, rank: int, world_size: int, local_experts: list[int] | None) -> None:
+    rank: nn.Parameter
+    local_expert_indices: nn.Parameter
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        local_experts: list[int] | None,
+        *,
+        is_open: bool = False,
+    ) -> None:
         super().__init__()
         self.world_size = world_size
+        self.is_open = is_open
         values = {"rank": [rank]} | (
             {} if local_experts is None else {"local_expert_indices": [local_experts]}
         )
@@ -131,11 +143,11 @@ class SPMDRank(nn.Module):
 
     def get_rank(self) -> Tensor:
         """Return [1] int32."""
-        return self.get_parameter("rank")
+        return self.rank
 
     def get_local_expert_indices(self) -> Tensor:
         """Return [1, E of this rank] int32."""
-        return self.get_parameter("local_expert_indices")
+        return self.local_expert_indices
 
     def settle(self, state_dict: dict[str, Any], prefix: str) -> str:
         """Fill in what a state dict leaves open; return what is wrong with it, or ''.
@@ -144,6 +156,8 @@ class SPMDRank(nn.Module):
         """
         for name, value in self.of_process.items():
             given = state_dict.get(prefix + name)
+            if self.is_open and given is not None:
+                continue
             if isinstance(given, Tensor) and given.shape[:1] == (self.world_size,):
                 row = int(self.of_process["rank"])
                 given = given[row : row + 1]

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
 from neuron_moe.parallel.failure import describe_failure, note_collective
+from neuron_moe.parallel.xla import XlaCollectives, is_xla
 
 _BYTES_ONLY = (
     torch.float8_e4m3fn,
@@ -42,12 +43,15 @@ class Collectives(Protocol):
         rank: this process's position in it.
         size: number of ranks.
         ranks: their global ranks; empty where there are no processes.
+        is_traced: one process makes the graph of all ranks: it stands in the place of rank 0, and
+            nothing may depend on that.
     """
 
     name: str
     rank: int
     size: int
     ranks: tuple[int, ...]
+    is_traced: bool
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, the same on every rank."""
@@ -66,6 +70,8 @@ class Collectives(Protocol):
 
 class SingleRank:
     """A group of one: nothing moves."""
+
+    is_traced = False
 
     def __init__(self, name: str = "single") -> None:
         self.name = name
@@ -102,6 +108,8 @@ class TorchCollectives:
         group: two ranks or more; this process is one of them.
         name: what messages call the group.
     """
+
+    is_traced = False
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.group = group
@@ -185,7 +193,15 @@ def as_collectives(group: "ProcessGroup | Collectives | None", name: str) -> Col
         return SingleRank(name)
     if isinstance(group, Collectives):
         return group
+    if is_xla(group):
+        return SingleRank(name) if group.size() == 1 else XlaCollectives(group, name)
     return SingleRank(name) if dist.get_world_size(group) == 1 else TorchCollectives(group, name)
+
+
+def process_group_of(collectives: object) -> ProcessGroup | None:
+    """Return the process group of collectives that have one."""
+    has_group = isinstance(collectives, TorchCollectives | XlaCollectives)
+    return collectives.group if has_group else None
 
 
 def is_recorded(x: Tensor) -> bool:
@@ -308,10 +324,10 @@ def share_common(group: Collectives, x: Tensor) -> Tensor:
 def gather_lengths(group: Collectives, length: int, device: torch.device) -> tuple[int, ...]:
     """Return how many rows each rank holds.
 
-    While a graph is captured, shapes are static and every rank is taken to hold as many as this
-    one.
+    While a graph is captured or traced, shapes are static and every rank is taken to hold as many
+    as this one.
     """
-    if group.size == 1 or torch.compiler.is_compiling():
+    if group.size == 1 or group.is_traced or torch.compiler.is_compiling():
         return (length,) * group.size
     lengths = group.all_gather(torch.tensor([length], dtype=torch.int64, device=device))
     return tuple(lengths.tolist())

@@ -15,12 +15,13 @@ choices, B sequences, S positions.
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.choices import drop_padding
 from neuron_moe.errors import check_choice
 from neuron_moe.parallel.collectives import (
     Collectives,
@@ -105,6 +106,13 @@ class TokenExchange:
                     f"shared experts split over {shared.group.size} ranks: must divide the"
                     f" {group.model.size} ranks that are summed in {phase}. Use"
                     " sequence_parallel_enabled=True, which keeps them whole on each rank."
+                )
+            has_copies = shared is not None and 1 < shared.group.size < group.model.size
+            if has_copies and group.model.is_traced:
+                raise ValueError(
+                    f"shared experts split over some of the {group.model.size} ranks that are"
+                    f" summed in {phase}: one graph for all ranks cannot say which tokens each"
+                    " takes. Split them over all of them."
                 )
         self._strategies: dict[tuple[str, bool], Strategy] = {}
         self._is_checked = False
@@ -263,8 +271,10 @@ class Crossing:
         self.first_token = self._before + own.start
 
     def own_mask(self, mask: Tensor | None) -> Tensor | None:
-        """Return the padding mask of the own tokens, from theirs or from that of all ranks."""
-        if mask is None:
+        """Return the padding mask of the own tokens, from theirs or from that of all ranks; None
+        if there is none, or `dispatch` applies it.
+        """
+        if mask is None or self._is_masked_late(mask):
             return None
         mine = self._lengths[self._strategy.spread.gather.rank]
         if mask.numel() == mine:
@@ -294,9 +304,29 @@ class Crossing:
         parts = torch.split(torch.arange(self.num_tokens, device=device), list(self._lengths))
         return torch.cat([part.view(self._batch_size, -1) for part in parts], dim=1).flatten()
 
-    def dispatch(self, own_TH: Tensor, index_TK: Tensor, affinities_TK: Tensor) -> Dispatched:
-        """Bring the own tokens to the ranks that hold their experts."""
-        return self._strategy.dispatch(Rows(own_TH, index_TK, affinities_TK), self._lengths)
+    def dispatch(
+        self, own_TH: Tensor, index_TK: Tensor, affinities_TK: Tensor, mask: Tensor | None
+    ) -> Dispatched:
+        """Bring the own tokens to the ranks that hold their experts.
+
+        Args:
+            own_TH: [t, H] the own tokens.
+            index_TK: [t, K] their physical experts.
+            affinities_TK: [t, K] their affinities.
+            mask: of which `own_mask` gave the own part.
+        """
+        sent = self._strategy.dispatch(Rows(own_TH, index_TK, affinities_TK), self._lengths)
+        if mask is None or not self._is_masked_late(mask):
+            return sent
+        # Rows are gathered rank after rank, each with its part of every sequence.
+        mask = mask.reshape(self._batch_size, len(self._lengths), -1).transpose(0, 1)
+        hidden_TH, *routing = sent.rows
+        return replace(sent, rows=Rows(hidden_TH, *drop_padding(*routing, mask)))
+
+    def _is_masked_late(self, mask: Tensor) -> bool:
+        """Say whether which part of a mask is the own one depends on a rank that is data."""
+        gather = self._strategy.spread.gather
+        return gather.is_traced and mask.numel() == self.num_tokens
 
     def combine(self, partial_NH: Tensor, sent: Dispatched | None = None) -> Tensor:
         """Bring results home and add them up; return [t, H] for the own tokens.
@@ -350,10 +380,10 @@ class Crossing:
     ) -> Tensor:
         """Add this rank's part of the shared experts to what will be summed over ranks.
 
-        Where tokens travel to their experts alone, shared experts are added after the sum, by
-        `shared_of_own`.
+        Where this rank alone has their result for its tokens, `add_own_shared` adds it after the
+        sum.
         """
-        if shared is None or self._strategy.name != "replicate":
+        if shared is None or self._is_added_after(shared):
             return partial_NH
         spread, model = self._strategy.spread, self._strategy.groups.model
         num_rows = partial_NH.shape[0]
@@ -375,7 +405,7 @@ class Crossing:
         self, output_TH: Tensor, own_TH: Tensor, shared: SharedExperts | None
     ) -> Tensor:
         """Add the shared experts of the own tokens, completely, where `add_shared` did not."""
-        if shared is None or self._strategy.name == "replicate":
+        if shared is None or not self._is_added_after(shared):
             return output_TH
         if shared.whole_on_each_rank or shared.group.size == 1:
             whole: Tensor = shared(own_TH)
@@ -383,6 +413,13 @@ class Crossing:
         lengths = gather_lengths(shared.group, own_TH.shape[0], own_TH.device)
         rows = all_gather_rows(shared.group, own_TH, lengths)
         return output_TH + reduce_scatter_rows(shared.group, shared(rows), lengths)
+
+    def _is_added_after(self, shared: SharedExperts) -> bool:
+        """Say whether shared experts of the own tokens are added after the sum over ranks."""
+        if self._strategy.name != "replicate":
+            return True
+        replica = self._strategy.spread.replica
+        return shared.whole_on_each_rank and (replica.size == 1 or replica.is_traced)
 
 
 def copy_of(part: Collectives, model: Collectives) -> int:

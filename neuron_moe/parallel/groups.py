@@ -94,6 +94,11 @@ class ExpertGroups:
         return self
 
     @property
+    def is_traced(self) -> bool:
+        """Whether one process stands for all of these ranks."""
+        return any(each.is_traced for each in (self.tp, self.ep, self.model))
+
+    @property
     def shard(self) -> ExpertShard:
         """What this rank owns."""
         return ExpertShard(self.tp.rank, self.tp.size, self.ep.rank, self.ep.size)
@@ -165,6 +170,8 @@ class Offline:
 
     Sharding a checkpoint for a rank that does not run is such work.
     """
+
+    is_traced = False
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name = name

@@ -26,8 +26,8 @@ from neuron_moe.parallel import failure
 from neuron_moe.parallel.collectives import (
     Collectives,
     SingleRank,
-    TorchCollectives,
     as_collectives,
+    process_group_of,
 )
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.groups import (
@@ -332,8 +332,7 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def _process_group(name: str) -> ProcessGroup | None:
-    collectives = getattr(get_groups(), name, None)
-    return collectives.group if isinstance(collectives, TorchCollectives) else None
+    return process_group_of(getattr(get_groups(), name, None))
 
 
 def _config_of_sizes(sizes: dict[str, int]) -> ParallelConfig:

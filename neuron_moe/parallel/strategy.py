@@ -176,7 +176,7 @@ def gather_routing(
 ) -> tuple[Tensor, Tensor]:
     """Gather k-wide choices in one collective: 8 K bytes a token, never E-wide, never logits.
 
-    In two, where affinities have a gradient.
+    In two, where affinities have a gradient, and in NxD's graphs, which do not reinterpret bits.
 
     Args:
         gather: ranks with different tokens.
@@ -184,7 +184,8 @@ def gather_routing(
         affinities_TK: [t, K] float32.
         lengths: tokens of each rank.
     """
-    if is_recorded(affinities_TK) or affinities_TK.dtype != torch.float32:
+    is_float32 = affinities_TK.dtype == torch.float32
+    if is_recorded(affinities_TK) or gather.is_traced or not is_float32:
         index_TK = all_gather_rows(gather, index_TK, lengths)
         return index_TK, all_gather_rows(gather, affinities_TK, lengths)
     packed = torch.cat([index_TK, affinities_TK.view(torch.int32)], dim=1)

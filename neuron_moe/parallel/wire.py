@@ -65,7 +65,7 @@ class WireCounter:
         self.inner = inner
         self.tally = tally
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
-        self.ranks = inner.ranks
+        self.ranks, self.is_traced = inner.ranks, inner.is_traced
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Count and sum."""

@@ -187,7 +187,7 @@ def test_a_shuffle_among_one_rank_is_undone() -> None:
 
 
 def test_sequences_that_are_gathered_whole_lie_one_after_the_other() -> None:
-    spread = SimpleNamespace(gather=SimpleNamespace(rank=1), is_sequence=False)
+    spread = SimpleNamespace(gather=SimpleNamespace(rank=1, is_traced=False), is_sequence=False)
     strategy = SimpleNamespace(spread=spread, own_slice=lambda count: slice(0, count))
     batch = SimpleNamespace(hidden_TH=torch.zeros(4, 2), batch_size=2, is_sequence_part=False)
     crossing = Crossing(strategy, (4, 4), "prefill", batch)

@@ -113,7 +113,15 @@ class Norm(nn.Module):
         return x * scale * self.weight
 
 
-def build(api: Any, case: Case, groups: Mapping[str, Any], whole_group: Any) -> Any:
+def build(
+    api: Any,
+    case: Case,
+    groups: Mapping[str, Any],
+    whole_group: Any,
+    *,
+    is_part: bool = False,
+    **experts_keys: Any,
+) -> Any:
     """Build a layer from an API's classes.
 
     Args:
@@ -121,9 +129,12 @@ def build(api: Any, case: Case, groups: Mapping[str, Any], whole_group: Any) -> 
         case: the layer.
         groups: arguments of ExpertMLPsV2.
         whole_group: ranks over which outputs are summed, which also split shared experts.
+        is_part: with sequence parallelism.
+        experts_keys: further arguments of ExpertMLPsV2.
     """
+    parallel = {"sequence_parallel_enabled": is_part}
     sizes = {"num_experts": E, "top_k": case.top_k, "hidden_size": H}
-    router = getattr(api, case.kind)(**sizes, **case.router)
+    router = getattr(api, case.kind)(**sizes, sequence_dimension=1, **case.router, **parallel)
     if case.kind == "GroupLimitedRouter":
         router.e_score_correction_bias = nn.Parameter(torch.zeros(E))  # NxD leaves it to us
     experts = api.ExpertMLPsV2(
@@ -135,6 +146,8 @@ def build(api: Any, case: Case, groups: Mapping[str, Any], whole_group: Any) -> 
         ),
         api.BlockwiseMatmulConfig.from_kwargs(block_size=BLOCK_SIZE),
         **groups,
+        **parallel,
+        **experts_keys,
     )
     shared = None
     if case.shared is not None:
@@ -145,6 +158,7 @@ def build(api: Any, case: Case, groups: Mapping[str, Any], whole_group: Any) -> 
         shared,
         Norm() if case.norm else None,
         sequence_dimension=1,
+        **parallel,
         return_router_logits=True,
         return_expert_index=True,
         tensor_model_parallel_group=whole_group,

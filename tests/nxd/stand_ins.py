@@ -5,6 +5,7 @@ little of them on a CPU. A name that is missing here is an object that can be su
 asked for further names; the few whose value matters are in `_VALUES`.
 """
 
+import contextlib
 import enum
 import importlib
 import importlib.abc
@@ -95,9 +96,13 @@ _VALUES: dict[str, dict[str, Any]] = {
         "get_ordinal": lambda: dist.get_rank() if dist.is_initialized() else 0,
         "xrt_world_size": lambda: dist.get_world_size() if dist.is_initialized() else 1,
     },
+    "torch_neuronx": {"__version__": "2.9"},
     "torch_neuronx.utils": {"get_platform_target": lambda: "trn2"},
     "torch_neuronx.utils.utils": {"get_platform_target": lambda: "trn2"},
     "torch_neuronx.xla_impl.base": {"xla_hlo_call": xla_hlo_call},
+    "torch_neuronx.experimental.profiler.v2_x.custom_op_name": {
+        "hlo_debug": lambda **_: contextlib.nullcontext()
+    },
     "torch_neuronx.xla_impl.ops": {"RmsNorm": RmsNorm},
     "neuronxcc.nki._pre_prod_kernels.collectives": {"CollectivesConfig": CollectivesConfig},
     "nkilib.core.moe.moe_cte.moe_cte_utils": {"BlockShardStrategy": BlockShardStrategy},

@@ -66,6 +66,36 @@ def test_nxdis_models_give_their_own_tokens_with_our_layer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
+)
+@pytest.mark.parametrize("backend", ["torch", "nki"])
+def test_one_rank_is_traced_for_all(backend: str) -> None:
+    found = run("traced", "--backend", backend)
+    assert found["rows"] >= {"torch": 400, "nki": 60}[backend]
+    assert found["wrong"] == 0
+    assert found["not_beside_nxd"] <= found["rows"] // 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed_inference") is None,
+    reason="NxDI cannot be imported",
+)
+@pytest.mark.skipif(
+    not importlib.metadata.version("transformers").startswith("4."),
+    reason="NxDI needs transformers 4",
+)
+def test_nxdis_builder_traces_its_models_with_our_layer() -> None:
+    rows = run("build_models")["rows"]
+    assert {row["model"] for row in rows} == {"gpt_oss", "qwen3_moe", "mixtral", "dbrx", "llama4"}
+    assert len(rows) == 20
+    for row in rows:
+        assert [trace["tokens"] for trace in row["traces"]] == [[1, 256], [1, 1]]
+        assert all(trace["kernels"] for trace in row["traces"]), row["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
     importlib.util.find_spec("neuronx_distributed_inference") is None,
     reason="NxDI cannot be imported",
 )

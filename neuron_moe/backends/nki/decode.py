@@ -147,8 +147,10 @@ def first_expert_of(parts: LayerParts, operands: Operands) -> Tensor:
     """
 
     def make() -> Tensor:
-        first = torch.tensor([[parts.first_expert]], dtype=torch.int32)
-        return numbers_near(first, operands.down_EIH)
+        first = parts.first_expert
+        if isinstance(first, Tensor):
+            return first.view(1, 1)
+        return numbers_near(torch.tensor([[first]], dtype=torch.int32), operands.down_EIH)
 
     return parts.expert_form("first expert", make)
 

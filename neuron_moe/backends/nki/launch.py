@@ -15,6 +15,7 @@ from torch import Tensor
 
 import nki_sim
 from neuron_moe.backends.nki import operators
+from neuron_moe.device import is_traced
 from nki_kernels import IS_SIMULATED  # whoever imports this module can import nki
 from nki_kernels.outputs import Output, outputs_of
 
@@ -108,7 +109,8 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
     Raises:
         ValueError: tensors on a device although only the simulator is there.
     """
-    if torch.compiler.is_compiling():
+    is_fake = IS_SIMULATED and any(x is not None and is_traced(x) for x in step.values())
+    if torch.compiler.is_compiling() or is_fake:
         arguments = _filled(launch.captured, step)
         return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
     return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))

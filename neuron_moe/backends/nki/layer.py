@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from neuron_moe.backends.nki.decode import (
     chosen_mode,
@@ -36,7 +37,6 @@ from nki_kernels.decode import (
     LayerForm,
     decode_layer,
     make_layer_config,
-    pack_router_weight,
     pack_shared_experts,
     weight_shapes,
 )
@@ -279,10 +279,19 @@ def _router_weight(parts: LayerParts, config: Any) -> Tensor:
     weight_NH = router_form(parts.router, parts.forms)
 
     def pack() -> Tensor:
-        short = weight_NH.detach()
-        return _packed(pack_router_weight(to_numpy(short), axis, cut), short)
+        return _pack_router(weight_NH.detach(), axis, cut)
 
     return parts.forms.get(f"layer router {axis} {cut}", pack)
+
+
+def _pack_router(weight_NH: Tensor, axis: Any, num_parts: int = 1) -> Tensor:
+    """Return what `pack_router_weight` does, by operations that can be a part of a graph."""
+    rows = axis.rows * axis.count - weight_NH.shape[1]
+    padded = functional.pad(weight_NH.t(), (0, 0, 0, rows))
+    group = axis.count if axis.is_strided else axis.group
+    grouped = padded.reshape(axis.count // group, axis.rows, group, num_parts, -1)
+    packed = grouped.permute(3, 1, 0, 2, 4)
+    return packed.reshape(num_parts, axis.rows, axis.count, -1).contiguous()
 
 
 def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
@@ -297,9 +306,7 @@ def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
         weight_1H = shared.shared_expert_gate.weight
 
         def pack_gate() -> Tensor:
-            if weight_1H.is_meta:
-                return weight_1H.new_empty((1, axis.rows, axis.count, 1))
-            return _packed(pack_router_weight(to_numpy(weight_1H), axis), weight_1H)
+            return _pack_router(weight_1H.detach(), axis)
 
         operands["shared_gate"] = parts.forms.get(f"layer gate {axis}", pack_gate)
     return operands

@@ -25,6 +25,7 @@ from neuron_moe.backends.nki.operands import (
 )
 from neuron_moe.backends.nki.routed_plan import RoutedPlan
 from neuron_moe.blocks import NO_EXPERT, num_blocks
+from neuron_moe.device import can_look
 from neuron_moe.plan import LayerParts
 from neuron_moe.tuned import TunedPrefill
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
@@ -329,8 +330,8 @@ def _broken_tokens(*rows: Tensor) -> Tensor | None:
             finite all the same; affinities alone where a router has marked such tokens in them.
     """
     # A sum is finite only if all its terms are; a device must not wait for a look at one.
-    can_look = rows[0].device.type == "cpu" and not torch.compiler.is_compiling()
-    if can_look and all(math.isfinite(float(each.sum())) for each in rows):
+    is_cheap = rows[0].device.type == "cpu" and can_look(rows[0])
+    if is_cheap and all(math.isfinite(float(each.sum())) for each in rows):
         return None
     are_finite = torch.stack([_are_finite(each) for each in rows]).all(0)
     return ~are_finite.unsqueeze(1)

@@ -19,6 +19,7 @@ from neuron_moe.backends.nki.router import (
     router_form,
     router_launch,
 )
+from neuron_moe.device import is_traced
 from neuron_moe.plan import Forms, Plan
 from neuron_moe.router import Routing
 
@@ -100,13 +101,14 @@ class RoutedPlan(Plan):
 def norm_of(rmsnorm: nn.Module | None, forms: Forms) -> Norm | None:
     """Return weight and epsilon of an RMSNorm; None for a module that computes anything else.
 
-    Other norms have a weight and an eps too, hence it is tried on numbers, once for each weight.
+    Other norms have a weight and an eps too, hence it is tried on numbers, once for each weight; a
+    norm without any, in a graph that is traced, stays outside.
     """
     weight = getattr(rmsnorm, "weight", None)
     eps = getattr(rmsnorm, "eps", getattr(rmsnorm, "variance_epsilon", None))
     if rmsnorm is None or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    if weight.ndim != 1:
+    if weight.ndim != 1 or is_traced(weight):
         return None
     if weight.is_meta:  # nothing to try; a layer without numbers can be explained, not run
         return weight, eps

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.nki.launch import Input, Launch, dtype_name
+from neuron_moe.device import has_numbers
 from neuron_moe.plan import Forms
 from neuron_moe.router import Router
 from nki_kernels.route import RouterConfig, check_router_topk, router_topk
@@ -31,7 +32,7 @@ def router_form(router: Router, forms: Forms) -> Tensor:
         short = weight.detach().to(torch.bfloat16)
         return short if torch.equal(short.float(), weight.detach()) else weight.detach()
 
-    if weight.dtype != torch.float32 or weight.is_meta:
+    if weight.dtype != torch.float32 or not has_numbers(weight):
         return weight
     return forms.get("router", shorten)
 

@@ -1,0 +1,25 @@
+"""What Python may do with a tensor in the world that a layer runs in.
+
+Eager tensors have numbers that Python can read. Those of a graph that is being captured have none:
+`torch.compile` and `torch.export` say that they capture, tracers that record operations as they are
+called (torch_xla, fake tensors) do not, and are told by the tensor.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_traced(x: Tensor) -> bool:
+    """Say whether operations on a tensor are recorded as they are called, and run later."""
+    return x.device.type == "xla" or isinstance(x, FakeTensor)
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Say whether a tensor has numbers in this process now."""
+    return not (x.is_meta or is_traced(x))
+
+
+def can_look(x: Tensor) -> bool:
+    """Say whether Python may read numbers of a tensor and decide by them."""
+    return has_numbers(x) and not torch.compiler.is_compiling()
