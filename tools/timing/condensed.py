@@ -23,7 +23,7 @@ def condense(result: dict[str, Any]) -> str:
     """Return a result, condensed or not, as the text of its condensed file."""
     parts = []
     for name, value in expand(result).items():
-        kept = rounded(value)
+        kept = _rounded(value)
         text = _table_text(_table(kept)) if _is_long(kept) else _dumps(kept)
         parts.append(f"{_dumps(name)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -37,13 +37,13 @@ def expand(result: dict[str, Any]) -> dict[str, Any]:
     return {name: _records(v) if _is_table(v) else v for name, v in result.items()}
 
 
-def rounded(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """Return a JSON value whose floats keep `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def _is_records(value: Any) -> bool:

@@ -41,7 +41,7 @@ def _sequence() -> str:
         (f"{model} {split}", *(_sequence_cell(found[model, split, corner]) for corner in CORNERS))
         for model, split in layers
     ]
-    return table(("layer", "vendor's corner", "in order"), lines)
+    return table(("layer", "reordering clock", "source-order clock"), lines)
 
 
 def _sequence_cell(row: Row) -> str:
