@@ -25,6 +25,7 @@ import torch
 from neuron_moe.backends.form_times import processor
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.parsers import PRINTED, Parser
+from neuron_moe.tools.timing.condensed import expand
 from neuron_moe.tools.timing.layers import HBM_BYTES_PER_US, PE_CYCLES_PER_US
 from neuron_moe.tools.timing.sources import write_result
 
@@ -122,7 +123,7 @@ def simulated_changes(name: str, result: Mapping[str, Any]) -> Iterator[list[str
     path = RESULTS / COMMITTED[name]
     if not path.is_file() or "rows" not in result:
         return
-    before = {_key(row): row for row in json.loads(path.read_text())["rows"]}
+    before = {_key(row): row for row in expand(json.loads(path.read_text()))["rows"]}
     for row in result["rows"]:
         was = before.get(_key(row), {}).get("ours_us")
         if was and row["ours_us"] and abs(row["ours_us"] / was - 1) > _SIMULATED_CHANGE:

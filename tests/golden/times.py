@@ -11,12 +11,11 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from neuron_moe.tools.cli import main as run_command
+from tests.repo.published.results import result
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ALLOWED = 1e-3  # relative
 IN_ORDER = (("in-order", "packed"), ("in-order", None))  # older rows of prefill name no layout
 
@@ -83,7 +82,7 @@ def simulated_us(row: Row) -> tuple[float, ...]:
 
 def published_us(row: Row) -> tuple[float, ...]:
     """Return the times of a row in docs/results."""
-    return _times(row, json.loads((RESULTS / f"{row.bench}_trn2.json").read_text())["rows"])
+    return _times(row, result(f"{row.bench}_trn2")["rows"])
 
 
 def _times(row: Row, found: Iterable[dict[str, Any]]) -> tuple[float, ...]:

@@ -1,13 +1,16 @@
 """README and docs show what the committed results say, in tables that are generated from them."""
 
+import json
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from neuron_moe.tools.timing.condensed import condense
 from tests.repo.published import tables, written
-from tests.repo.published.results import CORNERS, result, rows
+from tests.repo.published.results import CORNERS, RESULTS, result, rows
 from tests.repo.source import ROOT
 
 WRITTEN = list(written())
@@ -21,6 +24,15 @@ def test_every_table_stands_on_one_page() -> None:
 @pytest.mark.parametrize(("name", "text"), [(name, text) for _, name, text in WRITTEN])
 def test_a_table_is_that_of_the_results(name: str, text: str) -> None:
     assert text == tables()[name], "make tables writes it anew"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_results_are_condensed(path: Path) -> None:
+    assert path.read_text() == condense(json.loads(path.read_text())), "make tables condenses them"
+
+
+def test_results_stay_small() -> None:
+    assert sum(path.stat().st_size for path in RESULTS.iterdir()) < 500_000
 
 
 def test_every_mark_is_closed() -> None:

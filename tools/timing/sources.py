@@ -13,6 +13,7 @@ from typing import Any
 import nki_kernels
 import nki_sim
 from neuron_moe.tools.parsers import PRINTED
+from neuron_moe.tools.timing.condensed import expand
 from nki_sim.hardware import NEUTRAL, Hardware
 
 DIGITS = 16
@@ -57,7 +58,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def read_result(path: Path, option: str, parts: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a result file.
+    """Return the content of a result file, also of a condensed one.
 
     Args:
         path: of the file.
@@ -68,7 +69,7 @@ def read_result(path: Path, option: str, parts: Sequence[str]) -> dict[str, Any]
         ValueError: it is no result of this benchmark.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = expand(json.loads(path.read_text()))
         for part in parts:
             content[part]
     except (OSError, ValueError, KeyError, TypeError) as error:

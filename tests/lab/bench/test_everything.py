@@ -9,11 +9,12 @@ from lab.bench import everything
 from neuron_moe.tools.commands import bench
 from neuron_moe.tools.pages import Listing, Table
 from neuron_moe.tools.pages.printed import blocks_of, page_of_text
+from tests.repo.published.results import result
 from tests.tools.pages.asks import check_page
 
 
 def test_only_rows_that_differ_have_moved() -> None:
-    rows = json.loads((everything.RESULTS / "prefill_trn2.json").read_text())["rows"]
+    rows = result("prefill_trn2")["rows"]
     assert list(everything.simulated_changes("prefill", {"rows": rows})) == []
     turned = [{**rows[0], "ours_us": 1.1 * rows[0]["ours_us"]}, *rows[1:]]
     ((name, row, _, _, ratio),) = everything.simulated_changes("prefill", {"rows": turned})

@@ -4,11 +4,14 @@
 and `<!-- end -->`; a test compares.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from neuron_moe.tools.timing.condensed import condense
 from tests.repo.published import kernels, overview
+from tests.repo.published.results import RESULTS
 from tests.repo.source import ROOT
 
 PAGES = (ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("*.md")))
@@ -28,7 +31,9 @@ def written() -> Iterator[tuple[Path, str, str]]:
 
 
 def write() -> None:
-    """Put the tables into the pages."""
+    """Put the tables into the pages, after condensing the results."""
+    for path in RESULTS.glob("*.json"):
+        path.write_text(condense(json.loads(path.read_text())))
     made = tables()
     for page in PAGES:
         before = page.read_text()

@@ -1,86 +1,18 @@
-"""Tables of docs/kernels.md, docs/decode.md and docs/misses.md."""
+"""Tables of docs/kernels.md and docs/decode.md."""
 
 from typing import Any
 
 from tests.repo.published.results import CORNERS, MODELS, Row, rows, table
 
-HALF = 0.50  # of the roofline, in order, packed
-BOUND = {"packed": 0.85, "plain": 0.75}  # of the HBM bound, vendor's corner, bf16, B from 16
-
 
 def tables() -> dict[str, str]:
     """Return each table by the name in its mark."""
     return {
-        "prefill": _prefill(),
-        "decode": _decode(),
-        "layer": _layer(),
         "layers": _layers(),
         "sequence": _sequence(),
         "ranks": _ranks(),
         "decode-times": _decode_times(),
     }
-
-
-def _busiest(row: Row) -> str:
-    return str(row["bottleneck"]).split(";")[0].replace("%", " %")
-
-
-def _prefill() -> str:
-    head = ("model", "T", "routing", "share of the roofline", "busiest engine")
-    lines = [
-        (
-            f"{row['model']} TP{row['tp']}",
-            f"{row['T']:,}",
-            row["routing"],
-            f"{share:.1%}",
-            _busiest(row),
-        )
-        for row in rows("prefill_trn2")
-        if (row["corner"], row["layout"]) == ("in-order", "packed")
-        and (share := row["roofline_us"] / row["ours_us"]) < HALF
-    ]
-    return table(head, lines)
-
-
-def _decode() -> str:
-    head = ("kernel", "model", "B", "routing", "weights", "share of the HBM bound", "busiest")
-    lines = [
-        (
-            row["kernel"],
-            f"{row['model']} TP{row['tp']}",
-            str(row["B"]),
-            row["routing"],
-            row["layout"],
-            f"{row['bound_share']:.1%}",
-            _busiest(row),
-        )
-        for row in rows("decode_trn2")
-        if (row["corner"], row["format"]) == ("vendor", "bf16")
-        and row["B"] >= 16
-        and row["bound_share"] < BOUND[row["layout"]]
-    ]
-    return table(head, lines)
-
-
-def _layer() -> str:
-    head = ("layer", "corner", "layer us", "outside", "may be")
-    limits = {8192: 0.08, 128: 0.15}
-    lines = [
-        (
-            f"{row['model']} {row['split']}{how} T = {row['T']:,}",
-            row["corner"],
-            f"{row[us]:,.0f}",
-            f"{row[outside]:.1%}",
-            f"{limits[row['T']]:.0%}",
-        )
-        for row in rows("layer_trn2")
-        for how, us, outside in (
-            ("", "layer_us", "outside"),
-            (", in parts,", "sequence_us", "sequence_outside"),
-        )
-        if row["phase"] == "prefill" and (row[outside] or 0.0) > limits.get(row["T"], 1.0)
-    ]
-    return table(head, lines)
 
 
 def _layers() -> str:
@@ -109,7 +41,7 @@ def _sequence() -> str:
         (f"{model} {split}", *(_sequence_cell(found[model, split, corner]) for corner in CORNERS))
         for model, split in layers
     ]
-    return table(("layer", "vendor's corner", "in order"), lines)
+    return table(("layer", "reordering clock", "source-order clock"), lines)
 
 
 def _sequence_cell(row: Row) -> str:
