@@ -1,7 +1,9 @@
 """What vLLM calls in each of its processes, by the entry point `vllm.general_plugins`."""
 
+import os
 from typing import Any
 
+from neuron_moe import nxd_compat
 from neuron_moe.serving.options import ARCHITECTURE, NATIVE_ARCHITECTURE
 from neuron_moe.serving.switches import check_switches
 
@@ -9,6 +11,9 @@ CLASSES = {
     ARCHITECTURE: f"neuron_moe.serving.vllm_model:{ARCHITECTURE}",
     NATIVE_ARCHITECTURE: f"neuron_moe.serving.neuron_model:{NATIVE_ARCHITECTURE}",
 }
+
+
+NXDI_VARIABLE = "NEURON_MOE_NXDI"
 
 
 class OwnSettings:
@@ -29,7 +34,18 @@ class OwnSettings:
 
 
 def register() -> None:
-    """Tell vLLM where our model classes are; a second call changes nothing."""
+    """Tell vLLM where our model classes are; a second call changes nothing.
+
+    vllm-neuron up to 0.5 builds NxDI's models in its worker processes: with NEURON_MOE_NXDI set to
+    the name of a backend, NxDI builds our layer there.
+
+    Raises:
+        ImportError: NEURON_MOE_NXDI is set and NxDI cannot be imported.
+        ValueError: it names no backend.
+    """
+    backend = os.environ.get(NXDI_VARIABLE)
+    if backend and not nxd_compat.is_installed():
+        nxd_compat.install(backend=backend)
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

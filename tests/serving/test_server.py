@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from neuron_moe import nxd_compat
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.loader import build_model, find_model_file, model_types
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
@@ -27,7 +28,7 @@ from neuron_moe.serving.options import (
     block_size_of,
     hf_overrides,
 )
-from neuron_moe.serving.plugin import CLASSES, OwnSettings, register
+from neuron_moe.serving.plugin import CLASSES, NXDI_VARIABLE, OwnSettings, register
 from neuron_moe.serving.server import (
     INSTALL,
     ServerError,
@@ -133,8 +134,15 @@ def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         module = types.ModuleType(name)
         vars(module).update(value)
         monkeypatch.setitem(sys.modules, name, module)
+    installed: list[str] = []
+    monkeypatch.setattr(nxd_compat, "install", lambda *, backend: installed.append(backend))
+    monkeypatch.setattr(nxd_compat, "is_installed", lambda: bool(installed))
+    register()
+    assert not installed
+    monkeypatch.setenv(NXDI_VARIABLE, "nki")
     register()
     register()
+    assert installed == ["nki"]
     assert known == CLASSES
     assert settings == {ARCHITECTURE: OwnSettings}
     for place in known.values():
