@@ -200,8 +200,9 @@ def as_collectives(group: "ProcessGroup | Collectives | None", name: str) -> Col
 
 def process_group_of(collectives: object) -> ProcessGroup | None:
     """Return the process group of collectives that have one."""
-    has_group = isinstance(collectives, TorchCollectives | XlaCollectives)
-    return collectives.group if has_group else None
+    if isinstance(collectives, TorchCollectives | XlaCollectives):
+        return collectives.group
+    return None
 
 
 def is_recorded(x: Tensor) -> bool:

@@ -321,7 +321,8 @@ class Crossing:
         # Rows are gathered rank after rank, each with its part of every sequence.
         mask = mask.reshape(self._batch_size, len(self._lengths), -1).transpose(0, 1)
         hidden_TH, *routing = sent.rows
-        return replace(sent, rows=Rows(hidden_TH, *drop_padding(*routing, mask)))
+        index_TK, affinities_TK = drop_padding(*routing, padding_mask=mask)
+        return replace(sent, rows=Rows(hidden_TH, index_TK, affinities_TK))
 
     def _is_masked_late(self, mask: Tensor) -> bool:
         """Say whether which part of a mask is the own one depends on a rank that is data."""
