@@ -420,15 +420,15 @@ class MoE(nn.Module):
         self._plans.clear()
         self.expert_mlps.weights_changed()
 
-    def enable_load_counters(self, enabled: bool = True) -> None:
-        """Count tokens per expert from now on (off by default); read `expert_load`."""
-        self.expert_mlps.enable_load_counters(enabled)
+    def enable_load_counters(self, enabled: bool = True, *, training_only: bool = False) -> None:
+        """Count tokens per expert from now on; see `RoutedExperts.enable_load_counters`."""
+        self.expert_mlps.enable_load_counters(enabled, training_only=training_only)
 
     @property
     def expert_load(self) -> Tensor | None:
         """[E] int64 tokens each expert got since the counters were enabled, or None."""
-        load: Tensor | None = self.expert_mlps.expert_load_E
-        return load
+        load_E = self.expert_mlps.expert_load_E
+        return None if load_E is None else load_E.clone()
 
     def explain(
         self, phase: str, tokens: int, *, tokens_per_expert: list[int] | None = None
