@@ -4,6 +4,7 @@ Axes: T tokens, K choices, E experts (of the model, or of this rank where said),
 intermediate of this rank.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,8 @@ class RoutedExperts(nn.Module):
         backend: name of the backend, or a backend.
         compat: None for our dispatch rules, 'nxd' for NxD's.
         groups: ranks that share the experts, for 'prefill' and 'decode'; default: one rank.
-        placement: which expert sits where, with replicas; default: equal runs.
+        placement: which expert sits where, with replicas; default: equal runs, and replicas of the
+            first experts where they do not divide by the ranks.
         shares_phases: let one phase compute with a part of what the other stores.
         dtype: dtype of the weights.
         device: where they live.
@@ -90,6 +92,9 @@ class RoutedExperts(nn.Module):
         self.compat = compat
         alone = {phase: ExpertGroups.of(None, None) for phase in ("prefill", "decode")}
         self.groups = dict(groups or alone)
+        num_ranks = math.lcm(*(each.ep.size for each in self.groups.values()))
+        if placement is None and spec.num_experts % num_ranks:
+            placement = ExpertPlacement.contiguous(spec.num_experts, num_ranks)
         self.placement = placement
         _check_placement(placement, spec, self.groups)
         self.num_physical = placement.num_physical if placement else spec.num_experts

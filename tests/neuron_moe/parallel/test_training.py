@@ -105,6 +105,11 @@ def test_gradients_of_every_layout_are_those_of_one_process(
     assert [problem for problems in run_ranks(4, run) for problem in problems] == []
 
 
+def test_gradients_of_unequal_columns_are_those_of_one_process(run_ranks: Any) -> None:
+    case = Case(tp=3, ep=1, router="gpt-oss", shared="fused")
+    assert run_ranks(3, lambda rank: compare_gradients(case, rank)) == [[], [], []]
+
+
 def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
     layer.options = replace(layer.options, returns_logits=True)
     logits = layer(hidden).router_logits
