@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from neuron_moe import MoE
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import parse_config
-from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.parallel import ParallelConfig
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import Tuning
@@ -49,7 +49,8 @@ class RankLayer:
         self._tp, self._ep = tp, ep
         self._tuning = tuning or Tuning()
         experts = self._layer.expert_mlps
-        ExpertShard(0, tp, 0, ep).check(experts.spec.num_experts, experts.spec.intermediate_size)
+        spread = ParallelConfig(tp=tp, ep=ep)  # equal parts: what one rank takes stands for all
+        spread.check_experts(experts.spec.num_experts, experts.spec.intermediate_size)
 
     def parts(self, step: Step) -> LayerParts:
         """Return what a backend plans a step with."""

@@ -4,6 +4,7 @@ Axes: T tokens, K choices, E experts (of the model, or of this rank where said),
 intermediate of this rank.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.backends import Backend, get_backend
-from neuron_moe.blocks import NO_EXPERT, sort_pairs
+from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.choices import (
     check_choices,
     check_mask_values,
@@ -24,12 +25,13 @@ from neuron_moe.choices import (
     fits_capacity,
     from_dense,
 )
-from neuron_moe.device import can_look
+from neuron_moe.device import is_traced
 from neuron_moe.errors import check_instance, check_positive_int
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.passes import count_load
 from neuron_moe.paths import DECODE_PHASES, Decision, check_compat
 from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
 from neuron_moe.spec import ExpertSpec, InitMethods, Tuning
@@ -41,8 +43,6 @@ from neuron_moe.weights.product_forms import MEASURED
 _SMALLEST_SUM = 1e-12  # a token whose choices all dropped out has affinity sum 0
 OverAllTokens = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 """Applies a function of all T tokens' choices to those of the tokens of this rank."""
-
-_NO_BACKWARD = -1  # the number of the backward pass that is under way
 
 
 class RoutedExperts(nn.Module):
@@ -58,14 +58,14 @@ class RoutedExperts(nn.Module):
         backend: name of the backend, or a backend.
         compat: None for our dispatch rules, 'nxd' for NxD's.
         groups: ranks that share the experts, for 'prefill' and 'decode'; default: one rank.
-        placement: which expert sits where, with replicas; default: equal runs.
+        placement: which expert sits where, with replicas; default: equal runs, and replicas of the
+            first experts where they do not divide by the ranks.
         shares_phases: let one phase compute with a part of what the other stores.
         dtype: dtype of the weights.
         device: where they live.
         init_methods: how the first and the down projections are drawn.
     """
 
-    expert_load_E: Tensor | None
     mlp_op: Experts
     mlp_op_tkg: Experts
     num_changes: int
@@ -93,6 +93,9 @@ class RoutedExperts(nn.Module):
         self.compat = compat
         alone = {phase: ExpertGroups.of(None, None) for phase in ("prefill", "decode")}
         self.groups = dict(groups or alone)
+        num_ranks = math.lcm(*(each.ep.size for each in self.groups.values()))
+        if placement is None and spec.num_experts % num_ranks:
+            placement = ExpertPlacement.contiguous(spec.num_experts, num_ranks)
         self.placement = placement
         _check_placement(placement, spec, self.groups)
         self.num_physical = placement.num_physical if placement else spec.num_experts
@@ -113,7 +116,9 @@ class RoutedExperts(nn.Module):
                     init_methods=init_methods,
                 )
                 self.add_module(name, experts)
-        self.register_buffer("expert_load_E", None, persistent=False)
+        # No buffer: each rank counts its own, over which DDP would copy those of its first.
+        self.expert_load_E: Tensor | None = None
+        self._counts_training_alone = False
         self._plans = PlanCache()
         self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
 
@@ -159,17 +164,31 @@ class RoutedExperts(nn.Module):
         counts: list[int] = load_E[list(self.local_experts(phase))].tolist()
         return counts
 
-    def enable_load_counters(self, enabled: bool = True) -> None:
+    def enable_load_counters(self, enabled: bool = True, *, training_only: bool = False) -> None:
         """Count the tokens of each expert from now on, in `expert_load_E` [E] int64; starts at
         zero.
+
+        Real tokens count, once each: not where activation checkpointing computes them again. The
+        counts are this rank's, whatever casts or copies the module, and no part of the state dict.
+
+        Args:
+            enabled: False stops counting.
+            training_only: leave out tokens of a module in evaluation.
         """
+        before = self.expert_load_E is not None, self._counts_training_alone
+        if before != (enabled, training_only):  # else plans and graphs need not be made anew
+            self._counts_training_alone = training_only
         device = self.mlp_op.down_proj.device
-        self.expert_load_E = (
-            torch.zeros(self.spec.num_experts, dtype=torch.int64, device=device)
-            if enabled
-            else None
-        )
-        self.num_changes += 1
+        with torch.inference_mode(False):  # so that any pass may count in place
+            zeros_E = torch.zeros(self.spec.num_experts, dtype=torch.int64, device=device)
+        self.expert_load_E = zeros_E if enabled else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RoutedExperts":
+        """Move and cast as torch does; counters move along."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.expert_load_E is not None:
+            self.expert_load_E = self.expert_load_E.to(self.mlp_op.down_proj.device)
+        return self
 
     def pack_weights(self, *, for_decode: bool = False, for_prefill: bool = False) -> None:
         """Keep the weights in the form the backend likes best; the same numbers.
@@ -418,11 +437,14 @@ class RoutedExperts(nn.Module):
             [N, H], a partial sum over this rank's experts and slices.
         """
         self.check_mode()
+        inputs = (hidden_TH, affinities_TK)
         if plan is None or hidden_TH.shape[0] == 0:
-            return _tied(torch.zeros_like(hidden_TH), hidden_TH, affinities_TK)
+            stored = self.mlp_op if plan is None else self._experts_of(plan.step.phase)
+            return _tied(torch.zeros_like(hidden_TH), *inputs, *stored.parameters())
         routing = self._localize(index_TK, affinities_TK, plan.step.phase)
         output_NH = plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
-        return _tied(refuse_gradient(output_NH, plan.parts.weights), hidden_TH, affinities_TK)
+        output_NH = refuse_gradient(output_NH, plan.parts.weights)
+        return _tied(output_NH, *inputs, *self._experts_of(plan.step.phase).parameters())
 
     def check_mode(self) -> None:
         """Raise ValueError in training with a backend that has no gradient."""
@@ -464,22 +486,21 @@ class RoutedExperts(nn.Module):
         )
 
     def record_load(self, index_TK: Tensor) -> None:
-        """Count the tokens of each expert, if counters are enabled; not once more where activation
-        checkpointing computes them again.
+        """Count the tokens of each expert, if counters are enabled; exported and traced graphs do
+        not.
         """
-        if self.expert_load_E is None or not can_look(index_TK):
+        is_left_out = self._counts_training_alone and not self.training
+        is_left_out = is_left_out or torch.compiler.is_exporting() or is_traced(index_TK)
+        if self.expert_load_E is None or is_left_out:
             return
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
-            return
-        with torch.no_grad():
-            counted_E = sort_pairs(index_TK, self.spec.num_experts).tokens_per_expert_E
-            self.expert_load_E = self.expert_load_E + counted_E
+        count_load(self.expert_load_E, index_TK)
 
 
 def _tied(output_NH: Tensor, *inputs: Tensor) -> Tensor:
-    """Return an output that has a gradient, zero at least, if inputs have one.
+    """Return an output that has a gradient, zero at least, if inputs or weights have one.
 
-    A rank whose experts nobody chose takes part in the collectives of the way back like any other.
+    A rank whose experts nobody chose takes part in the collectives of the way back like any other,
+    and gives its weights zeros, for which DDP and FSDP wait.
     """
     if output_NH.requires_grad or not torch.is_grad_enabled():
         return output_NH

@@ -20,10 +20,11 @@ from neuron_moe.explain import Explanation
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.parallel.exchange import Crossing, TokenBatch, TokenExchange
 from neuron_moe.parallel.shuffle import TokenShuffle
+from neuron_moe.passes import OwedLosses
 from neuron_moe.paths import PHASES
 from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
 from neuron_moe.router import Router, Routing
-from neuron_moe.router_losses import RouterLosses, add_losses, router_losses
+from neuron_moe.router_losses import RouterLosses, router_losses
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import LayerOptions
 
@@ -94,6 +95,7 @@ class MoE(nn.Module):
 
     Attributes:
         losses: values of the router's auxiliary losses in the last step, see `use_router_losses`.
+        owed_losses: their sums that `auxiliary_loss` has still to take.
 
     Raises:
         ValueError: router and experts disagree on a size, or groups do not fit together.
@@ -128,14 +130,16 @@ class MoE(nn.Module):
         )
         self.router_losses: RouterLosses | None = None
         self.losses: dict[str, Tensor] = {}
+        self.owed_losses = OwedLosses()
         self._plans = PlanCache()
         self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
 
     def use_router_losses(self, weights: RouterLosses | None) -> None:
-        """Add auxiliary losses while training; None: no more.
+        """Compute auxiliary losses while training; None: no more.
 
-        They get their gradients when the main loss does, which needs to know nothing of them. Their
-        values of the last step, this rank's parts, are in `losses`.
+        `neuron_moe.router_losses.auxiliary_loss` returns them for the loss to add: only who divides
+        and scales the loss can weigh them right. Their values of the last step, this rank's parts
+        without gradient, are in `losses`.
 
         Raises:
             ValueError: the loss of sequences is asked for where tokens are of no sequence.
@@ -148,6 +152,7 @@ class MoE(nn.Module):
             )
         self.router_losses = weights if weights is None or any(astuple(weights)) else None
         self.losses.clear()
+        self.owed_losses.clear()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set, and count what plans may depend on."""
@@ -227,8 +232,8 @@ class MoE(nn.Module):
             batch, order = self.shuffle.forth(batch)
         own_TH = batch.hidden_TH[crossing.own]
         own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
-        if self.router_losses is not None and self.training and torch.is_grad_enabled():
-            routing = self._add_losses(routing, crossing, batch)
+        if self.router_losses is not None and self.training:
+            self._owe_losses(routing, crossing, batch)
         experts.check_hidden(own_TH)
         chosen = experts.select(
             routing.expert_affinities_TK,
@@ -252,8 +257,8 @@ class MoE(nn.Module):
         home = partial(self.shuffle.back, order=order)
         return home(output_TH), Routing(*map(home, routing))
 
-    def _add_losses(self, routing: Routing, crossing: Crossing, batch: TokenBatch) -> Routing:
-        """Tie auxiliary losses to the affinities, and keep their values."""
+    def _owe_losses(self, routing: Routing, crossing: Crossing, batch: TokenBatch) -> None:
+        """Compute the auxiliary losses of own tokens, and keep them for `auxiliary_loss`."""
         assert self.router_losses is not None
         mask = crossing.own_mask(batch.padding_mask)
         logits_TE, affinities_TK, index_TK = routing
@@ -267,7 +272,7 @@ class MoE(nn.Module):
         self.losses.clear()
         self.losses.update({name: loss.detach() for name, loss in found.items()})
         total = crossing.share_losses(torch.stack([*found.values()]).sum())
-        return Routing(logits_TE, add_losses(affinities_TK, total), index_TK)
+        self.owed_losses.add(total, affinities_TK)
 
     def _run_fused(self, plan: Plan, crossing: Crossing, batch: TokenBatch) -> _Output:
         """Compute the whole layer in one launch, and sum over ranks."""
@@ -420,15 +425,15 @@ class MoE(nn.Module):
         self._plans.clear()
         self.expert_mlps.weights_changed()
 
-    def enable_load_counters(self, enabled: bool = True) -> None:
-        """Count tokens per expert from now on (off by default); read `expert_load`."""
-        self.expert_mlps.enable_load_counters(enabled)
+    def enable_load_counters(self, enabled: bool = True, *, training_only: bool = False) -> None:
+        """Count tokens per expert from now on; see `RoutedExperts.enable_load_counters`."""
+        self.expert_mlps.enable_load_counters(enabled, training_only=training_only)
 
     @property
     def expert_load(self) -> Tensor | None:
         """[E] int64 tokens each expert got since the counters were enabled, or None."""
-        load: Tensor | None = self.expert_mlps.expert_load_E
-        return load
+        load_E = self.expert_mlps.expert_load_E
+        return None if load_E is None else load_E.clone()
 
     def explain(
         self, phase: str, tokens: int, *, tokens_per_expert: list[int] | None = None

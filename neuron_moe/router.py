@@ -147,6 +147,13 @@ def _rank(
     return mask_groups(ranked_TE, formula) if formula.n_group > 1 else ranked_TE
 
 
+def _keep_float32(router: "Router", _incompatible: object) -> None:
+    """Keep the selection bias in float32 where `assign=True` puts in what a checkpoint has."""
+    bias_E = router.e_score_correction_bias
+    if bias_E is not None and bias_E.dtype != torch.float32:
+        bias_E.data = bias_E.to(torch.float32)
+
+
 def _activate(scores: Tensor, act_fn: str) -> Tensor:
     return torch.softmax(scores, dim=-1) if act_fn == "softmax" else torch.sigmoid(scores)
 
@@ -155,7 +162,8 @@ class Router(nn.Module):
     """A linear layer and a formula; `forward` gives the Routing of [.., H] hidden states.
 
     State dict: `linear_router.weight` [E, H], `linear_router.bias` [E] if the spec has a bias, and
-    `e_score_correction_bias` [E] float32 if it has a selection bias.
+    `e_score_correction_bias` [E] float32 if it has a selection bias: a buffer, since no optimizer
+    moves it, and no mixed precision may round it.
 
     Args:
         spec: sizes and formula.
@@ -169,7 +177,7 @@ class Router(nn.Module):
     """
 
     forces_balance: bool = False
-    e_score_correction_bias: nn.Parameter | None
+    e_score_correction_bias: Tensor | None
 
     def __init__(
         self,
@@ -195,12 +203,12 @@ class Router(nn.Module):
             dtype=dtype,
             device=device,
         )
+        bias_E = None
         if spec.formula.has_selection_bias:
             bias_E = torch.zeros(spec.num_experts, dtype=torch.float32, device=device)
-            self.e_score_correction_bias = nn.Parameter(bias_E, requires_grad=False)
-        else:
-            self.register_parameter("e_score_correction_bias", None)
+        self.register_buffer("e_score_correction_bias", bias_E)
         refuse_wrong_weights(self)
+        self.register_load_state_dict_post_hook(_keep_float32)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Move and cast as torch does, except that the selection bias stays float32.

@@ -16,14 +16,15 @@ et al. 2022, ST-MoE (z-loss).
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.errors import check_finite
+from neuron_moe.passes import OwedLosses
 from neuron_moe.router import Routing
 
 OverRanks = Callable[[Tensor], Tensor]
@@ -110,26 +111,33 @@ def router_losses(
     return losses
 
 
-def add_losses(affinities_TK: Tensor, losses: Tensor) -> Tensor:
-    """Return affinities through which a loss gets its gradient when the main loss does.
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Return the sum of the losses of a model's routers since it was last asked for, with gradient.
+
+    Part of the loss like any other: whatever divides or scales the loss for batches in parts or
+    narrow gradients, scales these as well.
+
+        loss = criterion(model(batch), target) + auxiliary_loss(model)
+        (loss / number_of_parts).backward()
+
+    A function under `torch.utils.checkpoint` with use_reentrant=True has the gradients of what it
+    returns alone: call this at its end, and return the loss beside the output.
 
     Args:
-        affinities_TK: [T, K].
-        losses: [] their sum.
+        model: with MoE layers that `use_router_losses`; those that did not run add nothing.
+
+    Returns:
+        [] float32, or float64 of such layers; zero if there is nothing to add.
+
+    Raises:
+        RuntimeError: a layer ran without gradients, which are wanted now.
     """
-    tied: Tensor = _AddLosses.apply(affinities_TK, losses)  # type: ignore[no-untyped-call]
-    return tied
-
-
-class _AddLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, affinities_TK: Tensor, losses: Tensor) -> Tensor:
-        ctx.dtype = losses.dtype
-        return affinities_TK.view_as(affinities_TK)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], torch.ones((), dtype=ctx.dtype, device=gradients[0].device)
+    total = torch.zeros(())
+    for module in model.modules():
+        owed = getattr(module, "owed_losses", None)
+        for loss in owed.take() if isinstance(owed, OwedLosses) else ():
+            total = total.to(loss) + loss
+    return total
 
 
 def _scores(logits_TE: Tensor, act_fn: str) -> Tensor:

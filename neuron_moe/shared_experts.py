@@ -49,8 +49,7 @@ class SharedExperts(nn.Module):
         is_split = group is not None and not whole_on_each_rank
         self.group = group if is_split and group is not None else SingleRank("shared experts")
         self.shard = ExpertShard(self.group.rank, self.group.size)
-        self.shard.check(1, spec.intermediate_size)
-        self.width = width = spec.intermediate_size // self.shard.tp_size
+        self.width = width = len(self.shard.columns(spec.intermediate_size))
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)

@@ -5,6 +5,7 @@ and modules hold the same object. How a layer is spread over ranks is `neuron_mo
 its kernels are tuned `Tuning`'s.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 DEFAULT_BLOCK_SIZE = 512
+_LIMITS = ("gate_limits", "up_limits")
+_PLAIN = tuple(each.name for each in fields(ExpertFormula) if each.name not in _LIMITS)
+_CLAMP = tuple(each.name for each in fields(Limits))
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
 MISSING = ("skip", "spare")
 
@@ -183,6 +187,18 @@ def text_of(formula: ExpertFormula) -> str:
         for each in fields(limit)
     ]
     return " ".join(map(str, [*plain, *clamps]))
+
+
+@functools.cache
+def formula_of(text: str) -> ExpertFormula:
+    """Return the formula that `text_of` made a line of."""
+    activation, *words = text.split()
+    values: list[Any] = [
+        word == "True" if word in ("True", "False") else float(word) for word in words
+    ]
+    plain = dict(zip(_PLAIN[1:], values, strict=False))
+    gate, up = values[len(plain) : -len(_CLAMP)], values[-len(_CLAMP) :]
+    return ExpertFormula(activation, **plain, gate_limits=Limits(*gate), up_limits=Limits(*up))
 
 
 def check_capacity(factor: float) -> None:

@@ -8,7 +8,7 @@ Letters: T tokens of the step with padding, H hidden, V vocabulary, n sampled po
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -222,9 +222,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         checkpoints = importlib.import_module(f"{PLUGIN}.utils.checkpoints")
         loaders = importlib.import_module(f"{PLUGIN}.utils.weight_loader")
         model_file, config = parse_config(read_config(self.folder), self.folder)
-        parameters = dict(self.model.named_parameters())
         mappings = {}
         made = parameter_loaders(self.model, model_file.weight_map(config), checkpoint_path)
+        parameters = _as_parameters(self.model, made)
         for name, loader in made.items():
             attached = loaders.SafetensorsWeightLoader(transform=loader.transform)
             loaders.set_weight_loader(parameters[name], attached)
@@ -250,6 +250,16 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             tokens: T.
         """
         self.model.prepare(phase, tokens, has_padding=phase == "prefill")
+
+
+def _as_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Make parameters of the named tensors of a model; the plugin fills no buffers."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf in dict(module.named_buffers(recurse=False)):
+            setattr(module, leaf, nn.Parameter(module.get_buffer(leaf), requires_grad=False))
+    return dict(model.named_parameters())
 
 
 def _check_config(neuron_config: Any) -> None:

@@ -37,7 +37,7 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.balance import step_selection_biases
 from neuron_moe.parallel.distributed_state import distributed_state
 from neuron_moe.parallel.gradients import sum_shared_gradients
-from neuron_moe.router_losses import RouterLosses
+from neuron_moe.router_losses import RouterLosses, auxiliary_loss
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.ranks import run_on_ranks
 
@@ -172,8 +172,6 @@ def build_model(run: Run) -> nn.Module:
         experts = layer.expert_mlps
         experts.tuning = replace(experts.tuning, save_percent=run.save_percent)
         layer.use_router_losses(RouterLosses(balance=run.balance))
-        if layer.router.e_score_correction_bias is not None:
-            layer.router.e_score_correction_bias.requires_grad_(False)
     return model
 
 
@@ -191,7 +189,7 @@ def take_step(
     optimizer.zero_grad()
     logits = model(batch[:, :-1]).flatten(0, 1)
     loss = functional.cross_entropy(logits.float(), batch[:, 1:].flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    (loss + auxiliary_loss(model)).backward()  # type: ignore[no-untyped-call]
     sum_shared_gradients(model)
     _clip(model)
     optimizer.step()

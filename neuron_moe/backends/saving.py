@@ -14,7 +14,7 @@ Axes: T tokens, K choices, n rows (pairs with an expert of this rank), E experts
 intermediate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +24,11 @@ from torch import Tensor
 from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.backends.chosen_experts import JoinedRows, combine, take_rows
 from neuron_moe.blocks import sort_pairs
+from neuron_moe.spec import ExpertSpec, formula_of
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula
+
+_Settings = tuple[ExpertFormula, bool, int]  # formula, scales_input, save_percent
 
 
 class _Matrices(NamedTuple):
@@ -53,28 +56,62 @@ class _Run:
 
 
 def saving_experts(
-    hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, save_percent: int
+    hidden_TH: Tensor,
+    routing: LocalRouting,
+    weights: ExpertWeights,
+    spec: ExpertSpec,
+    save_percent: int,
 ) -> Tensor:
     """Return [T, H] float32, the same numbers as `chosen_experts`.
+
+    Under autocast products are of its dtype, on the way back too.
 
     Args:
         hidden_TH: [T, H].
         routing: in the numbering of this rank.
         weights: of this rank, plain.
+        spec: of the experts.
         save_percent: 0 to 100.
     """
     down_bias_EH = weights.down_bias_EH
     if down_bias_EH is not None and weights.down_bias_scale != 1.0:
         down_bias_EH = down_bias_EH * weights.down_bias_scale
-    output: Tensor = _SavingExperts.apply(  # type: ignore[no-untyped-call]
-        (weights.formula, routing.scales_input, save_percent),
-        routing.expert_index_TK,
+    operands: tuple[Tensor | None, ...] = (
         hidden_TH,
-        routing.expert_affinities_TK,
         weights.gate_up_proj_EHI,
         weights.gate_up_bias_EI,
         weights.down_proj_EIH,
         down_bias_EH,
+    )
+    device = hidden_TH.device.type
+    dtype = torch.get_autocast_dtype(device)
+    if not torch.is_autocast_enabled(device) or hidden_TH.dtype == torch.float64:
+        return _experts(routing, operands, spec, save_percent)
+    operands = tuple(None if each is None else each.to(dtype) for each in operands)
+    with torch.autocast(device, enabled=False):
+        return _experts(routing, operands, spec, save_percent)
+
+
+def _experts(
+    routing: LocalRouting, operands: tuple[Tensor | None, ...], spec: ExpertSpec, save_percent: int
+) -> Tensor:
+    """Call the function of autograd, or in a graph the operator that does the same."""
+    index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
+    hidden_TH, *weights = operands
+    if torch.compiler.is_compiling():
+        found: tuple[Tensor, Tensor] = torch.ops.neuron_moe.saving_experts(
+            index_TK,
+            hidden_TH,
+            affinities_TK,
+            *weights,
+            spec.formula_text,
+            routing.scales_input,
+            save_percent,
+        )
+        return found[0]
+    settings = (spec.formula, routing.scales_input, save_percent)
+    output: Tensor = _SavingExperts.apply(  # type: ignore[no-untyped-call]
+        settings, index_TK, hidden_TH, affinities_TK, *weights
     )
     return output
 
@@ -83,41 +120,153 @@ class _SavingExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        settings: tuple[ExpertFormula, bool, int],
+        settings: _Settings,
         index_TK: Tensor,
         hidden_TH: Tensor,
         affinities_TK: Tensor,
         *weights: Tensor | None,
     ) -> Tensor:
-        formula, scales_input, save_percent = settings
-        matrices = _Matrices(*weights)
-        routing = LocalRouting(index_TK, affinities_TK, scales_input)
-        order_n, runs = _runs(index_TK, _given(matrices.down_EIH).shape[0], save_percent)
-        joined = JoinedRows(order_n.shape[0], hidden_TH)
-        kept = []
-        for run in runs:
-            input_nH = take_rows(hidden_TH, routing, order_n[run.rows])
-            projected_nI = _project(input_nH, matrices.first_EHI, matrices.first_bias_EI, run)
-            if run.is_kept:
-                kept.append(projected_nI)
-            activated_nI = activate(projected_nI, formula)
-            output_nH = _project(activated_nI, matrices.down_EIH, matrices.down_bias_EH, run)
-            joined.put(run.rows.start, output_nH)
-        ctx.settings, ctx.num_kept = settings, len(kept)
+        output_TH, kept = _forward(settings, index_TK, hidden_TH, affinities_TK, weights)
+        ctx.settings = settings
         ctx.save_for_backward(index_TK, hidden_TH, affinities_TK, *weights, *kept)
-        return combine(joined, order_n, routing)
+        return output_TH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        index_TK, hidden_TH, affinities_TK, *weights = ctx.saved_tensors
-        matrices, kept = _Matrices(*weights[:4]), weights[4:]
-        formula, scales_input, save_percent = ctx.settings
-        routing = LocalRouting(index_TK, affinities_TK, scales_input)
-        order_n, runs = _runs(index_TK, _given(matrices.down_EIH).shape[0], save_percent)
-        way_back = _WayBack(hidden_TH, routing, matrices, gradients[0], ctx.needs_input_grad[2:])
-        for number, run in enumerate(runs):
-            way_back.go(order_n[run.rows], run, kept[number] if run.is_kept else None, formula)
-        return None, None, *way_back.gradients()
+        saved = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *_backward(ctx.settings, gradients[0], saved[:7], saved[7:], needed)
+
+
+def _forward(
+    settings: _Settings,
+    index_TK: Tensor,
+    hidden_TH: Tensor,
+    affinities_TK: Tensor,
+    weights: Sequence[Tensor | None],
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the output, and the kept results of the first projections, run by run."""
+    formula, scales_input, save_percent = settings
+    matrices = _Matrices(*weights)
+    routing = LocalRouting(index_TK, affinities_TK, scales_input)
+    order_n, runs = _runs(index_TK, _given(matrices.down_EIH).shape[0], save_percent)
+    joined = JoinedRows(order_n.shape[0], hidden_TH)
+    kept = []
+    for run in runs:
+        input_nH = take_rows(hidden_TH, routing, order_n[run.rows])
+        projected_nI = _project(input_nH, matrices.first_EHI, matrices.first_bias_EI, run)
+        if run.is_kept:
+            kept.append(projected_nI)
+        activated_nI = activate(projected_nI, formula)
+        output_nH = _project(activated_nI, matrices.down_EIH, matrices.down_bias_EH, run)
+        joined.put(run.rows.start, output_nH)
+    return combine(joined, order_n, routing), kept
+
+
+def _backward(
+    settings: _Settings,
+    gradient_TH: Tensor,
+    inputs: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden states, affinities and weights; None where not needed."""
+    formula, scales_input, save_percent = settings
+    index_TK, hidden_TH, affinities_TK, *weights = inputs
+    matrices = _Matrices(*weights)
+    routing = LocalRouting(_given(index_TK), _given(affinities_TK), scales_input)
+    order_n, runs = _runs(routing.expert_index_TK, _given(weights[2]).shape[0], save_percent)
+    way_back = _WayBack(_given(hidden_TH), routing, matrices, gradient_TH, tuple(needed))
+    for number, run in enumerate(runs):
+        way_back.go(order_n[run.rows], run, kept[number] if run.is_kept else None, formula)
+    return way_back.gradients()
+
+
+@torch.library.custom_op("neuron_moe::saving_experts", mutates_args=())
+def _saving_operator(
+    index: Tensor,
+    hidden: Tensor,
+    affinities: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    formula: str,
+    scales_input: bool,
+    save_percent: int,
+) -> tuple[Tensor, Tensor]:
+    settings = formula_of(formula), scales_input, save_percent
+    weights = first, first_bias, down, down_bias
+    output, kept = _forward(settings, index, hidden, affinities, weights)
+    # A graph's shapes are settled before it runs: as many rows as if every choice had an expert.
+    rows = hidden.new_zeros(_kept_shape(index, first, save_percent))
+    torch.cat([rows[:0], *kept], out=rows[: sum(each.shape[0] for each in kept)])
+    return output, rows
+
+
+@_saving_operator.register_fake
+def _(
+    index: Tensor, hidden: Tensor, affinities: Tensor, first: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    output = torch.empty_like(hidden, dtype=sum_dtype(hidden))
+    return output, hidden.new_empty(_kept_shape(index, first, rest[-1]))
+
+
+@torch.library.custom_op("neuron_moe::saving_experts_backward", mutates_args=())
+def _saving_backward(
+    gradient: Tensor,
+    kept: Tensor,
+    index: Tensor,
+    hidden: Tensor,
+    affinities: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    formula: str,
+    scales_input: bool,
+    save_percent: int,
+    needed: list[bool],
+) -> list[Tensor]:
+    inputs = index, hidden, affinities, first, first_bias, down, down_bias
+    _, runs = _runs(index, down.shape[0], save_percent)
+    parts = [kept[run.rows] for run in runs if run.is_kept]
+    settings = formula_of(formula), scales_input, save_percent
+    # Autograd is shut out of operators, but the activation's gradient is taken by it.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        found = _backward(settings, gradient, inputs, parts, needed)
+    return [hidden.new_empty(0) if each is None else each for each in found]
+
+
+@_saving_backward.register_fake
+def _(gradient: Tensor, kept: Tensor, index: Tensor, *rest: Any) -> list[Tensor]:
+    operands, needed = rest[:6], rest[-1]
+    return [
+        torch.empty_like(each) if is_needed and each is not None else index.new_empty(0)
+        for each, is_needed in zip(operands, needed, strict=True)
+    ]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.settings = inputs[7:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], *inputs[:7])
+
+
+def _of_operator(ctx: Any, gradient: Tensor, _kept: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    needed = [bool(each) for each in ctx.needs_input_grad[1:7]]
+    found = torch.ops.neuron_moe.saving_experts_backward(gradient, *saved, *ctx.settings, needed)
+    gradients = [each if is_needed else None for each, is_needed in zip(found, needed, strict=True)]
+    return None, *gradients, None, None, None
+
+
+_saving_operator.register_autograd(_of_operator, setup_context=_keep)
+
+
+def _kept_shape(index_TK: Tensor, first_EHI: Tensor, save_percent: int) -> tuple[int, int]:
+    return index_TK.numel() * save_percent // 100, first_EHI.shape[2]
 
 
 class _WayBack:

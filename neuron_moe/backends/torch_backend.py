@@ -95,7 +95,7 @@ class TorchPlan(Plan):
         """Compute this rank's experts; return [N, H] float32."""
         weights, save_percent = self.parts.weights, self.parts.tuning.save_percent
         if save_percent is not None and torch.is_grad_enabled() and weights.packed_down is None:
-            return saving_experts(hidden_NH, routing, weights, save_percent)
+            return saving_experts(hidden_NH, routing, weights, self.parts.spec, save_percent)
         if not self._is_static(hidden_NH, weights):
             return chosen_experts(hidden_NH, routing, weights)
         if self.path == "selective":

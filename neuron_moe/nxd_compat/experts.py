@@ -166,7 +166,9 @@ class ExpertMLPsV2(RoutedExperts):
 
         Raises:
             WeightError: NxD's own hook has rewritten it before, see `presharded`.
+            ValueError: see `check_even`.
         """
+        self.check_even()
         self._mark()
         prefix = prefix.removesuffix("weight")
         problem = loading.prepare_experts(self, model_state_dict, prefix, self.presharded)
@@ -194,6 +196,26 @@ class ExpertMLPsV2(RoutedExperts):
         has_own = phase in DECODE_PHASES and self.shards.second is not None
         place = self.spmd_rank_tkg if has_own else self.spmd_rank
         return place.get_local_expert_indices()[0, 0]
+
+    def check_even(self) -> None:
+        """Refuse experts that NxD's ranks cannot hold: their parts are equal, in one graph of all.
+
+        Raises:
+            ValueError: the ranks of a phase do not divide the experts, or their intermediate axis.
+        """
+        spec = self.spec
+        is_placed = self.config.expert_distribution is not None
+        experts = self.num_physical if is_placed else spec.num_experts
+        for name, group in self.groups.items():
+            for what, size, ranks in (
+                ("num_experts", experts, group.ep.size),
+                ("intermediate_size", spec.intermediate_size, group.tp.size),
+            ):
+                if size % ranks:
+                    raise ValueError(
+                        f"{what}={size}: must divide by the {ranks} ranks that split it in {name},"
+                        " since NxD's have equal parts. Use fewer ranks, or pad the checkpoint."
+                    )
 
     def _prepare_for_nxd(self) -> None:
         """Add what NxD's sharder and its state dicts need."""

@@ -6,9 +6,13 @@ Axes: T tokens, K choices, E experts, W ranks, L layers.
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from neuron_moe.moe import MoE
+from neuron_moe.parallel.collectives import Collectives, as_collectives
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.router import Router
 
@@ -75,8 +79,12 @@ def rank_rows(index_TK: Tensor, placement: ExpertPlacement) -> Tensor:
     return load_P.view(placement.num_ranks, -1).sum(1)
 
 
-def gather_expert_load(layer: MoE) -> Tensor:
-    """Return the load a layer counted on all ranks, [E] int64; collective.
+def gather_expert_load(layer: MoE, group: ProcessGroup | Collectives | None = None) -> Tensor:
+    """Return the load that a layer counted on all ranks and in all copies, [E] int64; collective.
+
+    Args:
+        layer: its counters are on.
+        group: ranks that hold the layer or a copy of it; default: all of `torch.distributed`.
 
     Raises:
         ValueError: counters are off.
@@ -84,10 +92,15 @@ def gather_expert_load(layer: MoE) -> Tensor:
     load = layer.expert_load
     if load is None:
         raise ValueError("expert_load: counters are off. Call layer.enable_load_counters() first.")
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
     groups = layer.parallel.groups["prefill"]
-    # A rank counts the tokens it routes: its own under sequence parallelism and all-to-all.
+    # A rank counts the tokens it routes: its own under sequence parallelism and all-to-all, else
+    # those of all ranks that hold the same.
     is_own = groups.strategy == "all_to_all" or layer.options.is_sequence_parallel
-    return (groups.model if is_own else groups.data).all_reduce(load)
+    return as_collectives(group, "copies").all_reduce(load) // (
+        1 if is_own else groups.attention.size
+    )
 
 
 @torch.no_grad()
@@ -115,27 +128,36 @@ def update_selection_bias(router: Router, load_E: Tensor, rate: float = 1e-3) ->
         )
     if load_E.shape != bias_E.shape:
         raise ValueError(f"load_E: shape {tuple(load_E.shape)} must be {tuple(bias_E.shape)}.")
-    load = load_E.to(bias_E)
-    bias_E.add_(torch.sign(load.mean() - load), alpha=rate)
-    bias_E.sub_(bias_E.mean())
+    whole_E = bias_E.full_tensor() if isinstance(bias_E, DTensor) else bias_E
+    load = load_E.to(whole_E)
+    moved_E = whole_E + rate * torch.sign(load.mean() - load)
+    moved_E -= moved_E.mean()
+    if isinstance(bias_E, DTensor):
+        moved_E = distribute_tensor(
+            moved_E, bias_E.device_mesh, bias_E.placements, src_data_rank=None
+        )
+    bias_E.copy_(moved_E)
 
 
-def step_selection_biases(model: nn.Module, rate: float = 1e-3) -> None:
+def step_selection_biases(
+    model: nn.Module, rate: float = 1e-3, group: ProcessGroup | Collectives | None = None
+) -> None:
     """Move every selection bias of a model against the load since the last call; call it after the
     optimizer's step. Collective.
 
-    Counters that are off are enabled, and count from then on.
+    Counters that are off are enabled, and count tokens of training from then on.
 
     Args:
         model: with MoE layers; those without a selection bias are left alone.
         rate: see `update_selection_bias`.
+        group: see `gather_expert_load`.
     """
     for layer in (module for module in model.modules() if isinstance(module, MoE)):
         if layer.router.e_score_correction_bias is None:
             continue
         if layer.expert_load is not None:
-            update_selection_bias(layer.router, gather_expert_load(layer), rate)
-        layer.enable_load_counters()
+            update_selection_bias(layer.router, gather_expert_load(layer, group), rate)
+        layer.enable_load_counters(training_only=True)
 
 
 def uniform_trace(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> Tensor:

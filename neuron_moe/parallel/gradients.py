@@ -82,7 +82,8 @@ def _check(layer: MoE) -> None:
     if experts.num_physical != experts.spec.num_experts:
         raise ValueError(
             f"placement: {experts.num_physical - experts.spec.num_experts} experts are replicas,"
-            " whose gradients would part. Train with each expert once; replicas are for serving."
+            " whose gradients would part. Train with each expert once, over ranks that divide them;"
+            " replicas are for serving."
         )
     if shared is not None and shared.group.size not in (1, groups.model.size):
         raise ValueError(

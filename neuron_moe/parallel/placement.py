@@ -71,8 +71,9 @@ class ExpertPlacement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> "ExpertPlacement":
-        """Return the placement without replicas that equal runs give."""
-        return cls(tuple(range(num_experts)), num_ranks, num_experts)
+        """Return equal runs; where experts do not divide, the first have replicas at the end."""
+        num_physical = -(-num_experts // num_ranks) * num_ranks
+        return cls(tuple(n % num_experts for n in range(num_physical)), num_ranks, num_experts)
 
     @property
     def num_physical(self) -> int:

@@ -29,18 +29,21 @@ class ExpertShard:
             if not 0 <= rank < size:
                 raise ValueError(f"{axis}_rank={rank}: must lie in [0, {axis}_size={size}).")
 
-    def check(self, num_experts: int, intermediate_size: int) -> None:
-        """Raise ValueError unless both axes divide evenly."""
-        if num_experts % self.ep_size:
+    def columns(self, intermediate_size: int) -> range:
+        """Return this rank's run of the intermediate axis; runs differ by one at most.
+
+        Raises:
+            ValueError: there are more ranks than columns.
+        """
+        if intermediate_size < self.tp_size:
             raise ValueError(
-                f"num_experts={num_experts}: must divide by the expert-parallel size"
-                f" {self.ep_size}."
+                f"intermediate_size={intermediate_size}: must be at least the tensor-parallel size"
+                f" {self.tp_size}. Lower the tensor-parallel size."
             )
-        if intermediate_size % self.tp_size:
-            raise ValueError(
-                f"intermediate_size={intermediate_size}: must divide by the tensor-parallel size"
-                f" {self.tp_size}. Pad it, or lower the tensor-parallel size."
-            )
+        start, stop = (
+            intermediate_size * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1)
+        )
+        return range(start, stop)
 
     def local_experts(self, num_experts: int) -> range:
         """Return the experts of this rank, a contiguous run."""

@@ -152,14 +152,8 @@ def columns(size: int, halves: int, shard: ExpertShard) -> Indices:
     Of gate and up in one matrix a rank takes its slice of each (NxD's partition stride 2), not a
     run of the whole: a run would be all gate on some ranks and all up on others.
     """
+    if shard.tp_size == 1:
+        return range(size)
     width = size // halves
-    if width % shard.tp_size:
-        raise ValueError(
-            f"intermediate_size={width}: must divide by the tensor parallel size {shard.tp_size}."
-            " Pad it, or lower the tensor parallel size."
-        )
-    part = width // shard.tp_size
-    start = shard.tp_rank * part
-    if halves == 1 or shard.tp_size == 1:
-        return range(start, start + part * halves)
-    return tuple(h * width + start + i for h in range(halves) for i in range(part))
+    here = shard.columns(width)
+    return here if halves == 1 else tuple(h * width + i for h in range(halves) for i in here)

@@ -35,7 +35,7 @@ def check_weight(name: str, found: Tensor, shape: Sequence[int]) -> None:
 def _check_entries(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
 ) -> None:
-    for name, parameter in module.named_parameters():
+    for name, weight in (*module.named_parameters(), *module.named_buffers()):
         found = state_dict.get(prefix + name)
         if isinstance(found, Tensor):
-            check_weight(prefix + name, found, parameter.shape)
+            check_weight(prefix + name, found, weight.shape)

@@ -51,11 +51,10 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         num_physical = num_physical or spec.num_experts
-        shard.check(num_physical, spec.intermediate_size)
         self.formula = spec.formula
         self.shard = shard
         num_experts = num_physical // shard.ep_size
-        width = spec.intermediate_size // shard.tp_size
+        width = len(shard.columns(spec.intermediate_size))
         first_name = "gate_up_proj" if spec.formula.has_gate else "up_proj"
         self.first_name = first_name
         self.copies: dict[str, LaidOut] = {}

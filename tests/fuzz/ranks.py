@@ -157,7 +157,7 @@ class _Rank:
         generator = torch.Generator().manual_seed(attack.seed)
         with parallel_state.as_rank(ParallelConfig(sp=config.sp), 0):
             whole = _build({}, ParallelConfig(sp=config.sp), torch.float32, H)
-        for parameter in whole.parameters():
+        for parameter in (*whole.parameters(), *whole.buffers()):
             parameter.data = torch.rand(parameter.shape, generator=generator) * 0.6 - 0.3
         calls = [torch.randn(BATCH, SEQ, H, generator=generator) for _ in range(CALLS)]
         calls[2:] = [hidden[:, :1] for hidden in calls[2:]]

@@ -97,7 +97,7 @@ def build(
         **options,
     ).eval()
     torch.manual_seed(3)
-    for parameter in layer.parameters():
+    for parameter in (*layer.parameters(), *layer.buffers()):
         drawn = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
         parameter.data = drawn.to(torch.bfloat16).to(parameter.dtype)
     return layer

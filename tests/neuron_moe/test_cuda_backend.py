@@ -24,7 +24,7 @@ from neuron_moe.backends.cuda.launch import copy_rows, sort_rows
 from neuron_moe.backends.cuda.records import Matrices
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
-from neuron_moe.spec import text_of
+from neuron_moe.spec import formula_of, text_of
 from nki_kernels.common.formula import ExpertFormula, limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -250,11 +250,10 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_formula_travels_as_text(case: str) -> None:
-    from neuron_moe.backends.cuda import operators
 
     formula = build("cuda", **CASES[case]).expert_mlps.weights().formula
     formula = dataclasses.replace(formula, up_limits=limits(-0.1, math.inf), scale=1.7)
-    assert operators.formula_of(text_of(formula)) == formula
+    assert formula_of(text_of(formula)) == formula
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Router:
     formula = RouterFormula(top_k=K, **FORMULAS[name])
     spec = RouterSpec(**{"hidden_size": H, "num_experts": E, **sizes}, formula=formula)
     router = Router(spec, dtype=dtype).eval().requires_grad_(False)
-    for parameter in router.parameters():
+    for parameter in (*router.parameters(), *router.buffers()):
         parameter.copy_(torch.randn(parameter.shape))
     return router.to(DEVICE)
 

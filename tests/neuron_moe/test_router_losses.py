@@ -6,7 +6,7 @@ from torch import Tensor
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel.balance import BalanceStats, step_selection_biases
-from neuron_moe.router_losses import RouterLosses
+from neuron_moe.router_losses import RouterLosses, auxiliary_loss
 
 E, K, H, I = 8, 2, 16, 12  # noqa: E741  the axis letters of the project
 ALL = RouterLosses(balance=0.02, sequence=0.003, z=0.01)
@@ -58,7 +58,8 @@ def test_losses_are_their_formulas_and_reach_the_router(act_fn: str) -> None:
         name: float(loss.detach()) for name, loss in expected.items()
     }
     weight = layer.router.linear_router.weight
-    (total,) = torch.autograd.grad(output.sum(), weight, retain_graph=True)
+    loss = output.sum() + auxiliary_loss(layer)
+    (total,) = torch.autograd.grad(loss, weight, retain_graph=True)
     layer.use_router_losses(None)
     output, logits, index = layer(hidden, mask)[:3]
     losses = written_out(logits.view(3, 5, E), index.view(3, 5, K), mask, act_fn)

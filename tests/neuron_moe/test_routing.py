@@ -194,21 +194,27 @@ def test_jitter_that_may_turn_an_input_around_is_refused(jitter_eps: float) -> N
         RouterTopK(8, 2, 16, jitter_eps=jitter_eps)
 
 
-def test_selection_bias_is_not_trained_by_gradients() -> None:
+def test_selection_bias_is_no_parameter_of_an_optimizer() -> None:
     router = RouterTopK(8, 2, 16, act_fn="sigmoid", selection_bias=True)
-    assert [name for name, value in router.named_parameters() if not value.requires_grad] == [
-        "e_score_correction_bias"
-    ]
+    assert [name for name, _ in router.named_parameters()] == ["linear_router.weight"]
+    assert [name for name, _ in router.named_buffers()] == ["e_score_correction_bias"]
 
 
-def test_selection_bias_stays_float32_when_the_layer_is_cast() -> None:
+@pytest.mark.parametrize("is_parameter", [False, True])  # as programs written for NxD make it one
+def test_selection_bias_stays_float32_when_the_layer_is_cast(is_parameter: bool) -> None:
     router = GroupLimitedRouter(8, 2, 16, n_group=4, topk_group=2)
+    if is_parameter:
+        router.e_score_correction_bias = torch.nn.Parameter(torch.zeros(8))
     with torch.no_grad():
         router.e_score_correction_bias.normal_()
     before_E = router.e_score_correction_bias.clone()
     router.to(torch.bfloat16)
     assert router.linear_router.weight.dtype == torch.bfloat16
     assert torch.equal(router.e_score_correction_bias, before_E)
+    state = {name: weight.bfloat16() for name, weight in router.state_dict().items()}
+    router.load_state_dict(state, assign=True)
+    assert router.linear_router.weight.dtype == torch.bfloat16
+    assert router.e_score_correction_bias.dtype == torch.float32
 
 
 def test_dtypes_may_be_named() -> None:

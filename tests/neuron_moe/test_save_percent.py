@@ -122,3 +122,60 @@ def test_gradients_of_many_batches_may_add_up_in_float32() -> None:
     wide, narrow = (add_up(torch.bfloat16, each) for each in (torch.float32, torch.bfloat16))
     for mine, rounded, wanted in zip(wide, narrow, exact, strict=True):
         assert (mine.double() - wanted).norm() < 0.8 * (rounded.double() - wanted).norm()
+
+
+@pytest.mark.parametrize(
+    ("save_percent", "act", "early"),
+    [
+        (37, "swiglu", True),
+        pytest.param(0, "silu", False, marks=pytest.mark.long),
+        pytest.param(100, "swiglu", False, marks=pytest.mark.long),
+    ],
+)
+def test_a_graph_without_breaks_keeps_as_much(save_percent: int, act: str, early: bool) -> None:
+    torch._dynamo.reset()
+    hidden, mask = torch.randn(1, T, H, dtype=torch.float64), torch.ones(1, T)
+    mask[0, 3] = 0
+    layer = build(save_percent, act=act, early=early).double()
+    layer.router.linear_router.requires_grad_(False)  # whose gradient is left out
+    expected = run(layer, hidden, mask)
+    kept: list[torch.Size] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    weights = [each for each in layer.parameters() if each.requires_grad]
+    hidden.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = compiled(hidden, mask)[0]
+    found = [output, *torch.autograd.grad(output.square().sum(), [hidden, *weights])]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert torch.Size((T * K * save_percent // 100, 2 * I)) in kept or save_percent == 0
+
+
+@pytest.mark.parametrize("save_percent", [None, 0, 60, 100])
+@pytest.mark.parametrize("tokens", [0, T], ids=["no-tokens", "padding"])
+def test_weights_without_a_real_token_have_zero_gradients(
+    save_percent: int | None, tokens: int
+) -> None:
+    layer = build(save_percent, act="swiglu")
+    output = layer(torch.randn(1, tokens, H), torch.zeros(1, tokens))[0]
+    output.sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("save_percent", [0, 100])
+def test_under_autocast_both_ways_multiply_in_its_dtype(save_percent: int) -> None:
+    hidden = torch.randn(1, 40, H)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = run(build(None, act="swiglu"), hidden)
+        found = run(build(save_percent, act="swiglu"), hidden)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        error = (mine - theirs).norm() / theirs.norm()
+        assert float(error.detach()) < 0.02  # bfloat16's rounding

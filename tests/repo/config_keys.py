@@ -144,7 +144,7 @@ def observe(settings: Settings, backend: str) -> Iterator[tuple[str, Any]]:
     """Yield what anybody can see of a layer, cheap things first; last its error, if it has one."""
     try:
         layer = build(settings, backend)
-        weights = dict(layer.named_parameters())
+        weights = layer.state_dict(keep_vars=True)
         yield "weights", [(n, tuple(w.shape), w.dtype, w.device) for n, w in weights.items()]
         _settle(layer)
         yield "numbers", [_hash(weight) for weight in weights.values()]

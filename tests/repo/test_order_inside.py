@@ -43,6 +43,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "device"),
     ("tuned",),
     ("spec", "quantize", "blocks"),
+    ("passes",),
     ("activations", "choices", "paths", "checkpoint"),
     ("parallel",),
     ("weights",),

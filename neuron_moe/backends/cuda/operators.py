@@ -3,8 +3,6 @@
 Operators take numbers, text and tensors alone, so an ExpertFormula travels as text.
 """
 
-import functools
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,12 +10,8 @@ from torch import Tensor
 
 from neuron_moe.backends.cuda import launch
 from neuron_moe.backends.cuda.records import Matrices
+from neuron_moe.spec import formula_of
 from neuron_moe.weights.narrow import FORMATS
-from nki_kernels.common.formula import ExpertFormula, Limits
-
-_LIMITS = ("gate_limits", "up_limits")
-_PLAIN = tuple(field.name for field in fields(ExpertFormula) if field.name not in _LIMITS)
-_CLAMP = tuple(field.name for field in fields(Limits))
 
 
 def experts(
@@ -46,18 +40,6 @@ def experts(
         hidden_TH, affinities_TK, index_TK, *plain, formula, save_percent
     )
     return found[0]
-
-
-@functools.cache
-def formula_of(text: str) -> ExpertFormula:
-    """Return the formula that has this text."""
-    activation, *words = text.split()
-    values: list[Any] = [
-        word == "True" if word in ("True", "False") else float(word) for word in words
-    ]
-    plain = dict(zip(_PLAIN[1:], values, strict=False))
-    gate, up = values[len(plain) : -len(_CLAMP)], values[-len(_CLAMP) :]
-    return ExpertFormula(activation, **plain, gate_limits=Limits(*gate), up_limits=Limits(*up))
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())

@@ -129,7 +129,7 @@ def reference(case: Case) -> tuple[MoE, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(7)
     layer = build_layer(case)
     with torch.no_grad():
-        for parameter in layer.parameters():
+        for parameter in (*layer.parameters(), *layer.buffers()):
             parameter.copy_(torch.rand(parameter.shape, generator=generator) * 0.6 - 0.3)
     hidden = torch.randn(case.batch, case.seq, H, generator=generator)
     mask = None
@@ -246,6 +246,21 @@ EXTRA_CASES = [
 def test_every_layout_equals_one_process(run_ranks: Any, size: int) -> None:
     cases = list(core_cases(size)) + (EXTRA_CASES if size == 8 else [])
     results = run_ranks(size, lambda rank: run_cases(cases, rank))
+    assert [problem for problems in results for problem in problems] == []
+
+
+UNEVEN_CASES = [
+    Case(tp=1, ep=3, router="glm", masked=True),
+    Case(tp=1, ep=3, sp=True, strategy="all_to_all", shared="sp", seq=13),
+    Case(tp=1, ep=3, seq=1, batch=5, shared="gated", router="qwen3"),
+    Case(tp=3, ep=1, shared="fused", router="llama4"),
+    Case(tp=3, ep=1, shared="world", seq=1, batch=5),
+    Case(tp=3, ep=1, sp=True, shared="sp", seq=13),
+]
+
+
+def test_ranks_that_divide_neither_experts_nor_columns_equal_one_process(run_ranks: Any) -> None:
+    results = run_ranks(3, lambda rank: run_cases(UNEVEN_CASES, rank))
     assert [problem for problems in results for problem in problems] == []
 
 

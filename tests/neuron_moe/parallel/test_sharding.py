@@ -236,7 +236,7 @@ def save_all(folder: Path, config: ParallelConfig, value: float) -> None:
 def filled(value: float) -> MoE:
     layer = build()
     with torch.no_grad():
-        for parameter in layer.parameters():
+        for parameter in (*layer.parameters(), *layer.buffers()):
             parameter.fill_(value)
     return layer
 

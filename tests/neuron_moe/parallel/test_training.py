@@ -16,7 +16,7 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.balance import step_selection_biases
 from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.parallel.sharding import shard_state_dict
-from neuron_moe.router_losses import RouterLosses
+from neuron_moe.router_losses import RouterLosses, auxiliary_loss
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 from tests.neuron_moe.parallel.test_layouts import (
     Case,
@@ -70,7 +70,8 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
     dtype, exact = (torch.float64, EXACT) if case.backend == "torch" else (torch.float32, 1e-5)
     whole, hidden, mask, target = build_whole(replace(case, backend="torch"))
     hidden.requires_grad_()
-    (whole(hidden, mask)[0] * target).sum().backward()
+    loss = (whole(hidden, mask)[0] * target).sum()
+    (loss + auxiliary_loss(whole)).backward()
     parallel_state.initialize_model_parallel(config=case.config, watch=False)
     try:
         layer = build_layer(case).to(dtype)
@@ -79,7 +80,8 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
         mine = part_of_rank(case, hidden.detach().to(dtype), rank, 4).clone().requires_grad_()
         my_mask = None if mask is None else part_of_rank(case, mask, rank, 4)
         output = layer(mine, my_mask)[0]
-        (output * part_of_rank(case, target.to(dtype), rank, 4)).sum().backward()
+        loss = (output * part_of_rank(case, target.to(dtype), rank, 4)).sum()
+        (loss + auxiliary_loss(layer)).backward()
         sum_shared_gradients(layer)
         wanted = shard_state_dict(layer, gradients_of(whole))
         errors = {
@@ -103,11 +105,16 @@ def test_gradients_of_every_layout_are_those_of_one_process(
     assert [problem for problems in run_ranks(4, run) for problem in problems] == []
 
 
+def test_gradients_of_unequal_columns_are_those_of_one_process(run_ranks: Any) -> None:
+    case = Case(tp=3, ep=1, router="gpt-oss", shared="fused")
+    assert run_ranks(3, lambda rank: compare_gradients(case, rank)) == [[], [], []]
+
+
 def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
     layer.options = replace(layer.options, returns_logits=True)
     logits = layer(hidden).router_logits
     assert logits is not None
-    return logits.square().sum()
+    return logits.square().sum() + auxiliary_loss(layer)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4], ids="{0}-with-the-same-tokens".format)
@@ -120,6 +127,7 @@ def test_a_loss_of_returned_logits_counts_each_token_once(run_ranks: Any, copies
         wanted = gradients_of(whole)
         parallel_state.initialize_model_parallel(config=case.config, watch=False)
         layer = build_layer(case).double()
+        layer.use_router_losses(LOSSES)
         layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
         loss_of_logits(layer, part_of_rank(case, hidden, rank, 4)).backward()
         sum_shared_gradients(layer)
@@ -151,7 +159,7 @@ def train(layer: MoE, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     for hidden, target in batches:
         optimizer.zero_grad()
         loss = (layer(hidden)[0] - target).square().sum()
-        loss.backward()
+        (loss + auxiliary_loss(layer)).backward()
         sum_shared_gradients(layer)
         optimizer.step()
         step_selection_biases(layer, BIAS_STEP)
