@@ -191,9 +191,10 @@ class ExpertMLPsV2(RoutedExperts):
         """Return the number of this rank's first expert; as data where one graph serves all
         ranks.
         """
-        if not self.groups[phase].ep.is_traced:
+        is_decode = phase in DECODE_PHASES
+        if not self.groups["decode" if is_decode else "prefill"].ep.is_traced:
             return super().first_expert(phase)
-        has_own = phase in DECODE_PHASES and self.shards.second is not None
+        has_own = is_decode and self.shards.second is not None
         place = self.spmd_rank_tkg if has_own else self.spmd_rank
         return place.get_local_expert_indices()[0, 0]
 
