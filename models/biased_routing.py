@@ -17,8 +17,9 @@ from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import DecoderConfig
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, silu_moe
+from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.weight_rules import (
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -108,12 +109,18 @@ def build_feed_forward(
 ) -> MoE | GatedMLP:
     """Return a MoE with a float32 router, or an MLP where the layer is dense."""
     if layer not in config.sparse_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
     shared = SharedExperts(
-        config.hidden_size, config.moe_intermediate_size, config.n_shared_experts, "silu", dtype
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_shared_experts,
+        config.hidden_act,
+        dtype,
     )
     router = Router(config.router_spec)
-    return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
+    return gated_moe(
+        router, config.moe_intermediate_size, dtype, backend, shared, hidden_act=config.hidden_act
+    )
 
 
 def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[str]) -> WeightMap:
@@ -131,7 +138,7 @@ def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[st
     for layer in sparse:
         rules += _sparse_rules(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return WeightMap(rules, sizes, [FREQUENCIES], blocks)
+    return decoder_map(rules, sizes, [FREQUENCIES], blocks, is_tied=config.tie_word_embeddings)
 
 
 def _sparse_rules(layer: str) -> list[Rule]:

@@ -31,9 +31,10 @@ from neuron_moe.models.hf_config import (
     ConfigReader,
     read_text_section,
 )
-from neuron_moe.models.layers import OffsetRMSNorm, silu_moe
+from neuron_moe.models.layers import OffsetRMSNorm, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -88,14 +89,15 @@ class Qwen35MoeConfig(DecoderConfig):
         text, vision_layers = read_text_section(config, "qwen3_5_moe", "depth", IMAGE_KEYS)
         reader = ConfigReader.of_family(text, "qwen3_5_moe_text", *OTHER_KEYS)
         reader.require("attention_bias", False)
+        reader.require("hidden_act", "silu")  # which linear attention reads too
         reader.require("attn_output_gate", True)
         reader.require("mamba_ssm_dtype", "float32")
         reader.require("output_gate_type", "swish")
         interval = reader.get_size("full_attention_interval", 4)
         layers = range(1, reader.get("num_hidden_layers", int) + 1)
         usual = tuple(LAYER_TYPES[layer % interval == 0] for layer in layers)
-        kinds, part = ("default",), TURNED_PART
-        rope = RopeConfig.from_hf(reader, kinds=kinds, default_part=part, ignored=IMAGE_ROPE_KEYS)
+        part = TURNED_PART
+        rope = RopeConfig.from_hf(reader, default_part=part, ignored=IMAGE_ROPE_KEYS)
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
@@ -174,7 +176,7 @@ class Model(DecoderModel):
         )
         width = config.shared_expert_intermediate_size
         shared = SharedExperts(config.hidden_size, width, 1, "silu", dtype, is_gated=True)
-        return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
+        return gated_moe(router, config.moe_intermediate_size, dtype, backend, shared)
 
 
 def weight_map(config: Qwen35MoeConfig) -> WeightMap:
@@ -190,7 +192,7 @@ def weight_map(config: Qwen35MoeConfig) -> WeightMap:
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored += _vision_names()
-    return WeightMap(rules, sizes, ignored=ignored)
+    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
 
 
 def _attention_rules(theirs: str, ours: str, kind: str) -> list[Rule]:

@@ -21,10 +21,11 @@ from neuron_moe.models.decoder import (
     GroupedAttention,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, silu_moe
+from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -72,7 +73,6 @@ class Qwen3MoeConfig(DecoderConfig):
         window = reader.get_optional("sliding_window", int)
         return cls.read(
             reader,
-            head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader),
             intermediate_size=reader.get("intermediate_size", int),
             moe_intermediate_size=reader.get("moe_intermediate_size", int),
@@ -115,7 +115,7 @@ class Model(DecoderModel):
         """Return a MoE with a float32 softmax router, or an MLP where the layer is dense."""
         config = self.config
         if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
         router = RouterTopK(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
@@ -123,7 +123,9 @@ class Model(DecoderModel):
             act_fn="softmax",
             renormalize=config.norm_topk_prob,
         )
-        return silu_moe(router, config.moe_intermediate_size, dtype, backend)
+        return gated_moe(
+            router, config.moe_intermediate_size, dtype, backend, hidden_act=config.hidden_act
+        )
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
@@ -141,4 +143,5 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
         ]
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    return WeightMap(rules, {"layer": config.num_hidden_layers, "expert": config.num_experts})
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

@@ -3,11 +3,12 @@
 Letters: E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from neuron_moe.checkpoint import Rule, Transform, chain, concat_gate_up, transpose
+from neuron_moe.checkpoint import Rule, Transform, WeightMap, chain, concat_gate_up, transpose
 
+_HEAD = "lm_head.weight"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -18,24 +19,50 @@ def projection_names(*, has_bias: bool) -> list[str]:
 
 
 def decoder_rules(
-    layer_names: Iterable[str], *, source: str = "model.", head: str | None = "lm_head.weight"
+    layer_names: Iterable[str], *, source: str = "model.", head: str = "lm_head.weight"
 ) -> list[Rule]:
     """Return the rules of embedding, norms, head, and of layer tensors that keep their names.
 
     Args:
         layer_names: what follows `layers.N.`, such as "self_attn.q_proj.weight", beside the norms.
         source: what published names begin with.
-        head: published name of the vocabulary projection; None where it is the embedding.
+        head: published name of the vocabulary projection.
     """
     norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
     return [
         *(Rule(source + name, name) for name in ("embed_tokens.weight", "norm.weight")),
-        *([] if head is None else [Rule(head, "lm_head.weight")]),
+        Rule(head, _HEAD),
         *(
             Rule(f"{source}layers.{{layer}}.{name}", f"layers.{{layer}}.{name}")
             for name in (*norms, *layer_names)
         ),
     ]
+
+
+def decoder_map(
+    rules: Sequence[Rule],
+    sizes: Mapping[str, int],
+    ignored: Sequence[str] = (),
+    blocks: Mapping[str, Sequence[str]] | None = None,
+    *,
+    is_tied: bool,
+) -> WeightMap:
+    """Return the map of a decoder; some checkpoints of tied embeddings hold the head all the same.
+
+    Args:
+        rules: of all its parameters.
+        sizes: as in `WeightMap`, and so the next two.
+        ignored: patterns.
+        blocks: by the key that shows them.
+        is_tied: the head is the embedding.
+    """
+    if is_tied:
+        ignored = [
+            *ignored,
+            *(key for rule in rules if rule.target == _HEAD for key in rule.patterns),
+        ]
+        rules = [rule for rule in rules if rule.target != _HEAD]
+    return WeightMap(rules, sizes, ignored, blocks or {})
 
 
 def expert_rules(
