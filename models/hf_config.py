@@ -343,9 +343,9 @@ def read_text_section(
     if reader.get_raw("model_type") != model_type:
         return config, None
     reader.ignore(*BOOKKEEPING_KEYS, *ignored)
-    reader.require("tie_word_embeddings", False)
+    is_tied = reader.get("tie_word_embeddings", bool, False)  # the whole model's word counts
     reader.require_quantization()
     vision = ConfigReader(reader.get_section("vision_config"), "vision_config")
     text = reader.get_section("text_config")
     reader.finish()
-    return text, vision.get(depth_key, int)
+    return {**text, "tie_word_embeddings": is_tied}, vision.get(depth_key, int)

@@ -258,11 +258,9 @@ class LanguageModel:
         return cast(Decoder, self.model)
 
     def _options(self, choice: Choice) -> GenerationOptions:
-        defaults: Choice = {
-            "max_new_tokens": 64,
-            "stop_token_ids": self.prompting.stop_token_ids,
-        }
-        return GenerationOptions(**{**defaults, **choice}, pad_token_id=self.prompting.pad_token_id)
+        reader = self.prompting
+        values: dict[str, Any] = {"max_new_tokens": 64, "stop_token_ids": reader.stop_token_ids}
+        return GenerationOptions(**(values | choice), pad_token_id=reader.pad_token_id)
 
     def _ids(self, prompt: list[int], choice: Choice) -> Iterator[int]:
         found = stream(self._decoder, [prompt], self._options(choice))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from neuron_moe.models.loader import load_model
 from tests.models.families import reference_of, write_checkpoint
@@ -46,6 +47,24 @@ def compare(values: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize(("change", "base"), FEW.items())
 def test_a_change_is_read_as_transformers_reads_it(change: str, base: str, tmp_path: Path) -> None:
     theirs, ours = compare(dict(configs(base))[change], tmp_path)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_a_model_with_a_vision_tower_may_tie_its_embeddings(tmp_path: Path) -> None:
+    text = BASES["qwen3_5_moe"] | {"tie_word_embeddings": True}
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    tower |= {"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}
+    ids = {"image_token_id": 290, "video_token_id": 291}
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5_moe", text_config=text, vision_config=tower, tie_word_embeddings=True, **ids
+    )
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        theirs = reference(input_ids=tokens).logits
+        ours = load_model(tmp_path, dtype=torch.float32)(tokens)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
 
 
