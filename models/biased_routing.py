@@ -76,14 +76,22 @@ class BiasedRoutingConfig(DecoderConfig):
         )
 
 
-def read_feed_forward(reader: ConfigReader) -> dict[str, Any]:
+def read_feed_forward(reader: ConfigReader, *, has_dense_layers: bool = True) -> dict[str, Any]:
     """Read the fields that `BiasedRoutingConfig` adds.
+
+    Args:
+        reader: of config.json.
+        has_dense_layers: False where the architecture has none, whatever the usual keys say.
 
     Raises:
         ValueError: a missing or contradictory key.
     """
     num_layers = reader.get("num_hidden_layers", int)
-    num_dense = reader.get("first_k_dense_replace", int)
+    inner = None
+    if not has_dense_layers:
+        reader.require("first_k_dense_replace", 0)
+        inner = reader.get("moe_intermediate_size", int)
+    num_dense = reader.get("first_k_dense_replace", int, None if has_dense_layers else 0)
     num_predictions = reader.get("num_nextn_predict_layers", int, 0)
     if not 0 <= num_dense < num_layers or num_predictions < 0:
         raise ValueError(
@@ -91,10 +99,11 @@ def read_feed_forward(reader: ConfigReader) -> dict[str, Any]:
             f" not be negative, and the first below num_hidden_layers={num_layers}. Correct them."
         )
     sizes = (
-        *("intermediate_size", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+        *("moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
         *("num_experts_per_tok", "n_group", "topk_group"),
     )
     return {
+        "intermediate_size": reader.get("intermediate_size", int, inner),
         **{name: reader.get(name, int) for name in sizes},
         "norm_topk_prob": reader.get("norm_topk_prob", bool),
         "routed_scaling_factor": reader.get("routed_scaling_factor", float),

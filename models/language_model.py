@@ -260,7 +260,8 @@ class LanguageModel:
     def _options(self, choice: Choice) -> GenerationOptions:
         reader = self.prompting
         values: dict[str, Any] = {"max_new_tokens": 64, "stop_token_ids": reader.stop_token_ids}
-        return GenerationOptions(**(values | choice), pad_token_id=reader.pad_token_id)
+        values |= cast(dict[str, Any], choice)
+        return GenerationOptions(**values, pad_token_id=reader.pad_token_id)
 
     def _ids(self, prompt: list[int], choice: Choice) -> Iterator[int]:
         found = stream(self._decoder, [prompt], self._options(choice))

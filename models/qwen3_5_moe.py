@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe import MoE, RouterTopK, SharedExperts
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -36,11 +36,8 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
     projection_names,
+    shared_sparse_rules,
 )
 from neuron_moe.spec import check_top_k
 
@@ -186,7 +183,7 @@ def weight_map(config: Qwen35MoeConfig) -> WeightMap:
     rules = decoder_rules([], source=source)
     for layer, kind in enumerate(config.layer_types):
         rules += _attention_rules(f"{source}layers.{layer}.", f"layers.{layer}.", kind)
-        rules += _sparse_rules(f"{source}layers.{layer}.mlp.", f"layers.{layer}.moe.")
+        rules += shared_sparse_rules(f"{source}layers.{layer}.mlp.", f"layers.{layer}.moe.")
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
     ignored = _prediction_names()
     if config.num_vision_layers is not None:
@@ -210,21 +207,13 @@ def _attention_rules(theirs: str, ours: str, kind: str) -> list[Rule]:
     ]
 
 
-def _sparse_rules(mlp: str, moe: str) -> list[Rule]:
-    """Return the rules of router, experts and the gated shared expert."""
-    pair, gate = (mlp + "experts", moe + "expert_mlps.mlp_op"), "shared_expert_gate.weight"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *mlp_rules(mlp + "shared_expert", moe + "shared_experts"),
-        Rule(mlp + gate, f"{moe}shared_experts.{gate}"),
-        *either(fused=fused_expert_rules(*pair, transpose), separate=expert_rules(*pair)),
-    ]
-
-
 def _prediction_names() -> list[str]:
     """Return the tensors of the layer that predicts a further token."""
     frame, layer = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), "mtp.layers.0."
-    rules = [*_attention_rules(layer, "", "full_attention"), *_sparse_rules(layer + "mlp.", "")]
+    rules = [
+        *_attention_rules(layer, "", "full_attention"),
+        *shared_sparse_rules(layer + "mlp.", ""),
+    ]
     return [
         *(f"mtp.{name}.weight" for name in frame),
         *(f"{layer}{name}_layernorm.weight" for name in ("input", "post_attention")),

@@ -107,6 +107,17 @@ def either(**variants: Sequence[Rule]) -> list[Rule]:
     return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
 
 
+def shared_sparse_rules(mlp: str, moe: str) -> list[Rule]:
+    """Return the rules of router, experts and the gated shared expert."""
+    pair, gate = (mlp + "experts", moe + "expert_mlps.mlp_op"), "shared_expert_gate.weight"
+    return [
+        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+        *mlp_rules(mlp + "shared_expert", moe + "shared_experts"),
+        Rule(mlp + gate, f"{moe}shared_experts.{gate}"),
+        *either(fused=fused_expert_rules(*pair, transpose), separate=expert_rules(*pair)),
+    ]
+
+
 def split_layers(sparse: Sequence[int], num_layers: int) -> tuple[list[str], list[str]]:
     """Return what stands in rules for layers with experts, and for the others.
 

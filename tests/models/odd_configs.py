@@ -31,7 +31,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
     name: FAMILIES[name].config()
     for name in (
         *("qwen3_moe", "mixtral", "llama4-scout", "glm4_moe", "deepseek_v3", "minimax_m2"),
-        *("ernie4_5_moe", "dbrx", "qwen3_5_moe"),
+        *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open"),
     )
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -84,6 +84,9 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "dbrx": ("tied", "biases", "no-biases", "large-eps", "one-kv-head", "all-kv-heads"),
     "glm4_moe": ("one-expert",),
     "deepseek_v3": ("one-expert", "one-kv-head"),
+    "olmoe": ("one-kv-head",),
+    "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
+    "solar_open": ("one-expert",),
 }
 
 
@@ -107,7 +110,7 @@ def configs(base: str) -> Iterator[tuple[str, dict[str, Any]]]:
             values |= copy.deepcopy(changes)  # transformers writes into rotary sections
         if base == "dbrx":
             values["ffn_config"] = sizes
-        if base in ("dbrx", "deepseek_v3") or name == "no-head-dim":
+        if base in ("dbrx", "deepseek_v3", "olmoe", "qwen2_moe") or name == "no-head-dim":
             values.pop("head_dim", None)
         if name.endswith("layers") or name == "one-layer":
             values.pop("layer_types", None)
