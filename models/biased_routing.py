@@ -17,8 +17,9 @@ from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import DecoderConfig
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, silu_moe
+from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.weight_rules import (
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -75,14 +76,22 @@ class BiasedRoutingConfig(DecoderConfig):
         )
 
 
-def read_feed_forward(reader: ConfigReader) -> dict[str, Any]:
+def read_feed_forward(reader: ConfigReader, *, has_dense_layers: bool = True) -> dict[str, Any]:
     """Read the fields that `BiasedRoutingConfig` adds.
+
+    Args:
+        reader: of config.json.
+        has_dense_layers: False where the architecture has none, whatever the usual keys say.
 
     Raises:
         ValueError: a missing or contradictory key.
     """
     num_layers = reader.get("num_hidden_layers", int)
-    num_dense = reader.get("first_k_dense_replace", int)
+    inner = None
+    if not has_dense_layers:
+        reader.require("first_k_dense_replace", 0)
+        inner = reader.get("moe_intermediate_size", int)
+    num_dense = reader.get("first_k_dense_replace", int, None if has_dense_layers else 0)
     num_predictions = reader.get("num_nextn_predict_layers", int, 0)
     if not 0 <= num_dense < num_layers or num_predictions < 0:
         raise ValueError(
@@ -90,10 +99,11 @@ def read_feed_forward(reader: ConfigReader) -> dict[str, Any]:
             f" not be negative, and the first below num_hidden_layers={num_layers}. Correct them."
         )
     sizes = (
-        *("intermediate_size", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+        *("moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
         *("num_experts_per_tok", "n_group", "topk_group"),
     )
     return {
+        "intermediate_size": reader.get("intermediate_size", int, inner),
         **{name: reader.get(name, int) for name in sizes},
         "norm_topk_prob": reader.get("norm_topk_prob", bool),
         "routed_scaling_factor": reader.get("routed_scaling_factor", float),
@@ -108,12 +118,18 @@ def build_feed_forward(
 ) -> MoE | GatedMLP:
     """Return a MoE with a float32 router, or an MLP where the layer is dense."""
     if layer not in config.sparse_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
     shared = SharedExperts(
-        config.hidden_size, config.moe_intermediate_size, config.n_shared_experts, "silu", dtype
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_shared_experts,
+        config.hidden_act,
+        dtype,
     )
     router = Router(config.router_spec)
-    return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
+    return gated_moe(
+        router, config.moe_intermediate_size, dtype, backend, shared, hidden_act=config.hidden_act
+    )
 
 
 def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[str]) -> WeightMap:
@@ -131,7 +147,7 @@ def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[st
     for layer in sparse:
         rules += _sparse_rules(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return WeightMap(rules, sizes, [FREQUENCIES], blocks)
+    return decoder_map(rules, sizes, [FREQUENCIES], blocks, is_tied=config.tie_word_embeddings)
 
 
 def _sparse_rules(layer: str) -> list[Rule]:

@@ -21,7 +21,7 @@ from neuron_moe.models.hf_config import read_json_object
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILES = ("tokenizer_config.json", "chat_template.json")
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_WAY_OUT = "Leave --chat out, or download the chat template with the tokenizer."
+_WAY_OUT = "Give plain text (no --chat), or download the chat template with the tokenizer."
 
 
 class ChatTemplate:

@@ -17,7 +17,7 @@ from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, chain, concat_gate_up, split_rows, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import silu_moe
+from neuron_moe.models.layers import gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.spec import check_top_k
 
@@ -37,12 +37,14 @@ class DbrxConfig(DecoderConfig):
 
     Attributes:
         clip_qkv: largest magnitude of a query, key or value; None for no limit.
+        is_normalised: affinities are divided by their sum.
     """
 
     clip_qkv: float | None
     ffn_hidden_size: int
     moe_num_experts: int
     moe_top_k: int
+    is_normalised: bool
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -75,7 +77,6 @@ class DbrxConfig(DecoderConfig):
             rope=RopeConfig.from_hf(
                 reader,
                 default_theta=attention.get_optional("rope_theta", float),
-                kinds=("default",),
             ),
             eos_token_ids=reader.get_ints("eos_token_id", "token id"),
             pad_token_id=reader.get_optional("pad_token_id", int),
@@ -100,22 +101,18 @@ def _read_section(reader: ConfigReader, key: str, *ignored: str) -> ConfigReader
 def _read_experts(reader: ConfigReader, hidden_size: int) -> dict[str, Any]:
     """Return the fields that stand in the section of the experts."""
     section = _read_section(reader, "ffn_config", "moe_jitter_eps", "moe_loss_weight")
-    activation = section.get_section("ffn_act_fn")
-    if activation not in ({}, {"name": "silu"}):
-        raise ValueError(f"ffn_act_fn={dict(activation)}: must be {{'name': 'silu'}}. Correct it.")
+    activation = ConfigReader(section.get_section("ffn_act_fn"), "ffn_act_fn")
     section.require("hidden_size", hidden_size)
-    norm = "moe_normalize_expert_weights"  # the exponent
+    norm = "moe_normalize_expert_weights"  # the exponent; null leaves weights as they are
     section.require(norm, 1.0)
-    if section.is_null(norm):
-        raise ValueError(
-            f"ffn_config: {norm}=None: affinities without normalisation are not implemented for"
-            " this architecture. It must be 1.0."
-        )
     facts = {
+        "hidden_act": activation.get("name", str, "silu"),
+        "is_normalised": not section.is_null(norm),
         "ffn_hidden_size": section.get("ffn_hidden_size", int),
         "moe_num_experts": section.get("moe_num_experts", int),
         "moe_top_k": section.get("moe_top_k", int),
     }
+    activation.finish()
     section.finish()
     return facts
 
@@ -160,9 +157,11 @@ class Model(DecoderModel):
             top_k=config.moe_top_k,
             hidden_size=config.hidden_size,
             act_fn="softmax",
-            renormalize=True,
+            renormalize=config.is_normalised,
         )
-        return silu_moe(router, config.ffn_hidden_size, dtype, backend)
+        return gated_moe(
+            router, config.ffn_hidden_size, dtype, backend, hidden_act=config.hidden_act
+        )
 
 
 def weight_map(config: DbrxConfig) -> WeightMap:

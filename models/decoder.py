@@ -36,9 +36,11 @@ from neuron_moe.models.attention import (
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
+from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
 
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 Norm = RMSNorm | nn.LayerNorm
+_OTHER_NAMES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class DecoderConfig:
     """Facts that every decoder has; names are those of config.json.
 
     Attributes:
+        hidden_act: of all feed-forward parts, where the architecture does not fix it.
         tie_word_embeddings: the vocabulary projection is the embedding.
     """
 
@@ -60,6 +63,7 @@ class DecoderConfig:
     rope: RopeConfig
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -68,6 +72,7 @@ class DecoderConfig:
             is_size = field.type in (int, int | None) and field.name != "pad_token_id"
             if is_size and (value is not None or field.type is int):
                 check_positive_int(field.name, value)
+        check_choice("hidden_act", self.hidden_act, HIDDEN_ACTIVATIONS)
         if not 0 <= self.rms_norm_eps < math.inf:
             raise ValueError(
                 f"rms_norm_eps={self.rms_norm_eps}: must not be negative. Correct config.json."
@@ -98,21 +103,27 @@ class DecoderConfig:
 
         Args:
             reader: of the whole config.json.
-            facts: fields the family read itself, `head_dim` and `rope` among them, and
-                `tie_word_embeddings` where it allows that.
+            facts: fields the family read itself, `rope` among them, `head_dim` where it is not a
+                head's part of the hidden size unless a key says so, and `tie_word_embeddings` where
+                the class ties them unless a key says not.
 
         Raises:
             ValueError: a missing, unknown or contradictory key.
         """
-        reader.require("hidden_act", "silu")
-        if "tie_word_embeddings" not in facts:
-            reader.require("tie_word_embeddings", False)
+        size, heads = reader.get("hidden_size", int), reader.get("num_attention_heads", int)
+        act = reader.get("hidden_act", str, "silu")
+        facts = {
+            "head_dim": reader.get("head_dim", int, size // max(heads, 1)),
+            "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
+            **facts,
+        }
         config = cls(
             vocab_size=reader.get("vocab_size", int),
-            hidden_size=reader.get("hidden_size", int),
+            hidden_size=size,
             num_hidden_layers=reader.get("num_hidden_layers", int),
-            num_attention_heads=reader.get("num_attention_heads", int),
+            num_attention_heads=heads,
             num_key_value_heads=reader.get("num_key_value_heads", int),
+            hidden_act=_OTHER_NAMES.get(act, act),
             max_position_embeddings=reader.get("max_position_embeddings", int),
             rms_norm_eps=reader.get("rms_norm_eps", float),
             eos_token_ids=reader.get_ints("eos_token_id", "token id"),

@@ -16,9 +16,10 @@ from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, only_row, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, silu_moe
+from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -67,14 +68,10 @@ class Ernie45MoeConfig(DecoderConfig):
         reader.require("moe_gate", "topk")
         reader.require("moe_use_aux_free", True)
         reader.require("moe_norm_min", 1e-12)  # far below any sum of weights
-        size, heads = reader.get("hidden_size", int), reader.get("num_attention_heads", int)
         inner = reader.get("moe_intermediate_size", int)
         return cls.read(
             reader,
-            head_dim=reader.get("head_dim", int, size // max(heads, 1)),
-            rope=RopeConfig.from_hf(
-                reader, default_theta=ROPE_THETA, kinds=("default",), is_interleaved=True
-            ),
+            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, is_interleaved=True),
             tie_word_embeddings=reader.get("tie_word_embeddings", bool, True),
             intermediate_size=reader.get("intermediate_size", int),
             moe_intermediate_size=inner,
@@ -118,7 +115,7 @@ class Model(DecoderModel):
         """Return a MoE with a float32 softmax router whose choice is biased, or an MLP."""
         config = self.config
         if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
         router = RouterTopK(
             num_experts=config.moe_num_experts,
             top_k=config.moe_k,
@@ -129,14 +126,23 @@ class Model(DecoderModel):
         )
         shared = None
         if config.shared_size is not None:
-            shared = SharedExperts(config.hidden_size, config.shared_size, 1, "silu", dtype)
-        return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
+            shared = SharedExperts(
+                config.hidden_size, config.shared_size, 1, config.hidden_act, dtype
+            )
+        return gated_moe(
+            router,
+            config.moe_intermediate_size,
+            dtype,
+            backend,
+            shared,
+            hidden_act=config.hidden_act,
+        )
 
 
 def weight_map(config: Ernie45MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
-    names, head = projection_names(has_bias=False), "lm_head.weight"
-    rules = decoder_rules(names, head=None if config.tie_word_embeddings else head)
+    names = projection_names(has_bias=False)
+    rules = decoder_rules(names)
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
@@ -152,8 +158,8 @@ def weight_map(config: Ernie45MoeConfig) -> WeightMap:
         if config.shared_size is not None:
             rules += mlp_rules(mlp + "shared_experts", moe + "shared_experts")
     sizes = {"layer": config.num_hidden_layers, "expert": config.moe_num_experts}
-    ignored = [head] if config.tie_word_embeddings else []
-    return WeightMap(rules, sizes, ignored=[*ignored, *_prediction_names(names)])
+    ignored = _prediction_names(names)
+    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
 
 
 def _prediction_names(projections: list[str]) -> list[str]:

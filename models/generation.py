@@ -5,7 +5,7 @@ Letters: U sequences, S prompt length after padding, V vocabulary.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -117,34 +117,70 @@ def generate(
     Raises:
         ValueError: no prompt, an empty one, a token outside the vocabulary, or too long a text.
     """
+    result = Generation([], [])
+    for row, token in stream(model, prompts, options, result):
+        if on_token is not None:
+            on_token(row, token)
+    return result
+
+
+def stream(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    result: Generation | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Do what `generate` does, one token after the other, whenever the next is asked for.
+
+    Args:
+        model: as in `generate`.
+        prompts: the same.
+        options: the same.
+        result: filled on the way.
+
+    Returns:
+        An iterator over (prompt index, token id).
+
+    Raises:
+        ValueError: as `generate`, at once.
+    """
     _check_prompts(model, prompts, options)
+    return _steps(model, prompts, options, Generation([], []) if result is None else result)
+
+
+@torch.inference_mode()
+def _steps(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    result: Generation,
+) -> Iterator[tuple[int, int]]:
+    """Yield (prompt index, token id); inference mode lasts while a token is computed."""
     input_ids_US, real_US = pad_left(prompts, options.pad_token_id)
     num_prompts, prompt_size = input_ids_US.shape
     streams = [torch.Generator().manual_seed(options.seed + row) for row in range(num_prompts)]
-    result = Generation([[] for _ in prompts], ["length"] * num_prompts)
+    result.token_ids = [[] for _ in prompts]
+    result.finish_reasons = ["length"] * num_prompts
     cache = model.new_cache(num_prompts, prompt_size + options.max_new_tokens)
     mask_US = None if bool(real_US.all()) else real_US
-    with torch.inference_mode():
-        began = time.perf_counter()
-        logits_UV = model(input_ids_US, real_US=mask_US, cache=cache, last_only=True)[:, -1]
-        result.prefill_s = time.perf_counter() - began
-        running = set(range(num_prompts))
-        began = time.perf_counter()
-        while True:
-            chosen = choose_tokens(logits_UV, options, streams)
-            for row in sorted(running):
-                result.token_ids[row].append(chosen[row])
-                if on_token is not None:
-                    on_token(row, chosen[row])
-                if chosen[row] in options.stop_token_ids:
-                    result.finish_reasons[row] = "stop"
-                    running.discard(row)
-            if not running or len(result.token_ids[min(running)]) == options.max_new_tokens:
-                break
-            logits_UV = _decode(model, cache, chosen, running, options.pad_token_id)
-            result.num_decode_steps += 1
-        result.decode_s = time.perf_counter() - began
-    return result
+    began = time.perf_counter()
+    logits_UV = model(input_ids_US, real_US=mask_US, cache=cache, last_only=True)[:, -1]
+    result.prefill_s = time.perf_counter() - began
+    running = set(range(num_prompts))
+    began = time.perf_counter()
+    while True:
+        chosen = choose_tokens(logits_UV, options, streams)
+        for row in sorted(running):
+            result.token_ids[row].append(chosen[row])
+            if chosen[row] in options.stop_token_ids:
+                result.finish_reasons[row] = "stop"
+                running.discard(row)
+            yield row, chosen[row]
+        if not running or len(result.token_ids[min(running)]) == options.max_new_tokens:
+            break
+        logits_UV = _decode(model, cache, chosen, running, options.pad_token_id)
+        result.num_decode_steps += 1
+    result.decode_s = time.perf_counter() - began
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -46,8 +46,7 @@ class Glm4MoeConfig(BiasedRoutingConfig):
         reader = ConfigReader.of_family(config, "glm4_moe")
         return cls.read(
             reader,
-            head_dim=reader.get("head_dim", int),
-            rope=RopeConfig.from_hf(reader, kinds=("default",), default_part=TURNED_PART),
+            rope=RopeConfig.from_hf(reader, default_part=TURNED_PART),
             use_qk_norm=reader.get("use_qk_norm", bool),
             **read_feed_forward(reader),
         )

@@ -23,7 +23,7 @@ from neuron_moe.models.decoder import (
 )
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, decoder_rules, projection_names
+from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, decoder_rules, projection_names
 from neuron_moe.spec import check_top_k
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -165,4 +165,5 @@ def weight_map(config: GptOssConfig) -> WeightMap:
         Rule(down, our_down + ".weight", variant="bf16"),
         Rule(down + "_bias", our_down + ".bias"),
     ]
-    return WeightMap(rules, sizes={"layer": config.num_hidden_layers})
+    sizes = {"layer": config.num_hidden_layers}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

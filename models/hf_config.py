@@ -20,6 +20,16 @@ T = TypeVar("T", int, float, bool, str)
 COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 _QUANTIZATIONS = ("fp8", "compressed-tensors", "neuron_moe")  # the last is what convert writes
 _FP8_BLOCK = [128, 128]
+# What is published and not read here.
+_OTHER_METHODS = {
+    "awq": "weights of AWQ, integers of 4 bits",
+    "gptq": "weights of GPTQ, integers of 2 to 8 bits",
+    "auto-round": "weights of AutoRound, integers of 2 to 8 bits",
+    "gguf": "weights of GGUF, the format of llama.cpp",
+    "bitsandbytes": "weights of bitsandbytes, nf4 or int8",
+    "modelopt": "weights of ModelOpt, NVFP4 or fp8 with scales of activations",
+    "fbgemm_fp8": "weights of FBGEMM, fp8 with an upper bound of activations",
+}
 
 # Keys that every transformers config may carry, or that tools add, and that change nothing in
 # inference.
@@ -254,10 +264,11 @@ class ConfigReader:
         method = section.get("quant_method") if isinstance(section, Mapping) else None
         known = (*methods, *_QUANTIZATIONS)
         if method not in known:
+            shown = _OTHER_METHODS.get(str(method), f"quantization_config={section!r}")
             raise ValueError(
-                f"{self._where}: quantization_config={section!r}: quant_method must be"
-                f" {' or '.join(known)}. Take a checkpoint in a format that is read here, such as"
-                " bf16."
+                f"{self._where}: {shown}: quant_method must be {' or '.join(known)}. Take the"
+                " checkpoint it was made of, in bf16 or one of these, often the same id without the"
+                " method behind it; `neuron-moe convert` then writes a narrower format."
             )
         wrong = "" if method in methods else _unread(method, section)
         if wrong:
@@ -332,9 +343,9 @@ def read_text_section(
     if reader.get_raw("model_type") != model_type:
         return config, None
     reader.ignore(*BOOKKEEPING_KEYS, *ignored)
-    reader.require("tie_word_embeddings", False)
+    is_tied = reader.get("tie_word_embeddings", bool, False)  # the whole model's word counts
     reader.require_quantization()
     vision = ConfigReader(reader.get_section("vision_config"), "vision_config")
     text = reader.get_section("text_config")
     reader.finish()
-    return text, vision.get(depth_key, int)
+    return {**text, "tie_word_embeddings": is_tied}, vision.get(depth_key, int)

@@ -5,9 +5,10 @@ Letters: H hidden, I intermediate.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
+from neuron_moe.activations import ACTIVATIONS
+from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
 from neuron_moe.router import Router
 
 
@@ -40,31 +41,38 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) without biases, of a dense layer; whole on every rank."""
+    """down(act(gate(x)) * up(x)) without biases, of a dense layer; whole on every rank."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, hidden_act: str = "silu"
+    ) -> None:
         super().__init__()
+        self.activation = ACTIVATION_NAMES.get(hidden_act, hidden_act)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., H]; the product is computed in float32."""
-        product = F.silu(self.gate_proj(hidden).float()) * self.up_proj(hidden).float()
+        product = (
+            ACTIVATIONS[self.activation](self.gate_proj(hidden).float())
+            * self.up_proj(hidden).float()
+        )
         out: Tensor = self.down_proj(product.to(hidden.dtype))
         return out
 
 
-def silu_moe(
+def gated_moe(
     router: Router,
     intermediate_size: int,
     dtype: torch.dtype,
     backend: str,
     shared: SharedExperts | None = None,
     *,
+    hidden_act: str = "silu",
     scales_input: bool = False,
 ) -> MoE:
-    """Return a MoE whose experts are down(silu(gate(x)) * up(x)) without biases.
+    """Return a MoE whose experts are down(act(gate(x)) * up(x)) without biases.
 
     Args:
         router: says how many experts there are, how many a token gets, and H.
@@ -72,6 +80,7 @@ def silu_moe(
         dtype: of the experts' weights.
         backend: that computes the routed experts.
         shared: experts beside the routed ones.
+        hidden_act: act, as in config.json.
         scales_input: affinities scale an expert's input, not its output.
     """
     experts = RoutedExpertsMLPOpsConfig(
@@ -79,7 +88,7 @@ def silu_moe(
         top_k=router.spec.formula.top_k,
         hidden_size=router.spec.hidden_size,
         intermediate_size=intermediate_size,
-        hidden_act="silu",
+        hidden_act=hidden_act,
         glu_mlp=True,
         early_expert_affinity_modulation=scales_input,
     )

@@ -29,10 +29,11 @@ from neuron_moe.models.hf_config import (
     ConfigReader,
     read_text_section,
 )
-from neuron_moe.models.layers import GatedMLP, silu_moe, unit_rms
+from neuron_moe.models.layers import GatedMLP, gated_moe, unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -111,7 +112,7 @@ class Llama4Config(DecoderConfig):
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
-            rope=RopeConfig.from_hf(reader, kinds=("default", "llama3"), is_interleaved=True),
+            rope=RopeConfig.from_hf(reader, is_interleaved=True),
             intermediate_size=reader.get("intermediate_size", int),
             intermediate_size_mlp=reader.get("intermediate_size_mlp", int),
             num_local_experts=reader.get("num_local_experts", int),
@@ -177,15 +178,27 @@ class Model(DecoderModel):
         """Return a MoE with a float32 sigmoid router and a shared expert, or an MLP."""
         config = self.config
         if layer not in config.moe_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size_mlp, dtype)
+            return GatedMLP(
+                config.hidden_size, config.intermediate_size_mlp, dtype, config.hidden_act
+            )
         router = RouterTopK(
             num_experts=config.num_local_experts,
             top_k=config.num_experts_per_tok,
             hidden_size=config.hidden_size,
             act_fn="sigmoid",
         )
-        shared = SharedExperts(config.hidden_size, config.intermediate_size, 1, "silu", dtype)
-        return silu_moe(router, config.intermediate_size, dtype, backend, shared, scales_input=True)
+        shared = SharedExperts(
+            config.hidden_size, config.intermediate_size, 1, config.hidden_act, dtype
+        )
+        return gated_moe(
+            router,
+            config.intermediate_size,
+            dtype,
+            backend,
+            shared,
+            scales_input=True,
+            hidden_act=config.hidden_act,
+        )
 
 
 def weight_map(config: Llama4Config) -> WeightMap:
@@ -206,10 +219,11 @@ def weight_map(config: Llama4Config) -> WeightMap:
     for layer in dense:
         rules += mlp_rules(f"{source}layers.{layer}.feed_forward", f"layers.{layer}.mlp")
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    if config.num_vision_layers is None:
-        return WeightMap(rules, sizes)
-    sizes["vision_layer"] = config.num_vision_layers
-    return WeightMap(rules, sizes, ignored=_vision_names())
+    ignored = []
+    if config.num_vision_layers is not None:
+        sizes["vision_layer"] = config.num_vision_layers
+        ignored = _vision_names()
+    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
 
 
 def _vision_names() -> list[str]:

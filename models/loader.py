@@ -21,6 +21,7 @@ from neuron_moe.checkpoint import Checkpoint, Progress, Shard, load_weights, ope
 from neuron_moe.errors import check_choice
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.hf_config import read_json_object
+from neuron_moe.models.other_files import what_it_is, what_lies_in
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.load import INDEX_NAME as SHARDED_INDEX
 from neuron_moe.parallel.load import load_shard, load_sharded
@@ -115,9 +116,13 @@ def fill_model(
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     """Refuse a head of its own where config.json says that the embedding is the head."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if not {head, embedding} <= checkpoint.tensors.keys():
+    named = [
+        next((key for key in checkpoint.tensors if key.endswith(name)), None)
+        for name in ("lm_head.weight", "embed_tokens.weight")
+    ]
+    if None in named:
         return
+    head, embedding = map(str, named)
     if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
         raise ValueError(
             f"{head}: differs from {embedding}, while tie_word_embeddings says that they are one."
@@ -159,10 +164,13 @@ def parse_config(raw_config: Mapping[str, Any], where: str | Path) -> tuple[Modu
         where: what messages call it.
 
     Raises:
-        ValueError: as `find_model_file`, or the file's `Config.from_hf`.
+        ValueError: no file of this folder reads it, or as the file's `Config.from_hf`.
     """
     try:
-        model_file = find_model_file(raw_config.get("model_type"))
+        files, model_type = _model_files(), raw_config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in files:
+            raise ValueError(what_it_is(raw_config, list(files)))
+        model_file = files[model_type]
         return model_file, model_file.Config.from_hf(raw_config)
     except ValueError as error:
         raise type(error)(f"{where}: {error}") from error
@@ -185,7 +193,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: must exist beside the weights, but does not. Check the path, or download it."
+            f"{path}: must exist beside the weights, but does not. {what_lies_in(Path(directory))}"
         )
     return read_json_object(path)
 

@@ -16,9 +16,14 @@ from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import silu_moe
+from neuron_moe.models.layers import gated_moe
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import decoder_rules, expert_rules, projection_names
+from neuron_moe.models.weight_rules import (
+    decoder_map,
+    decoder_rules,
+    expert_rules,
+    projection_names,
+)
 from neuron_moe.spec import check_top_k
 
 # Of layers that predict further tokens, whose tensors are not published, and of training.
@@ -74,7 +79,7 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """Return the rotary embedding, whose part of a head has two spellings."""
     turned_size = reader.get("rotary_dim", int, head_dim)
     part = turned_size / max(head_dim, 1)
-    rope = RopeConfig.from_hf(reader, kinds=("default",), default_part=part)
+    rope = RopeConfig.from_hf(reader, default_part=part)
     if reader.get_raw("rotary_dim") is not None and rope.part != part:
         raise ValueError(
             f"rotary_dim={turned_size}, partial_rotary_factor={rope.part}: must be the same part of"
@@ -106,7 +111,9 @@ class Model(DecoderModel):
             selection_bias=True,
             renormalize=True,
         )
-        return silu_moe(router, config.intermediate_size, dtype, backend)
+        return gated_moe(
+            router, config.intermediate_size, dtype, backend, hidden_act=config.hidden_act
+        )
 
 
 def weight_map(config: MiniMaxM2Config) -> WeightMap:
@@ -121,4 +128,4 @@ def weight_map(config: MiniMaxM2Config) -> WeightMap:
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return WeightMap(rules, sizes)
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

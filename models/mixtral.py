@@ -16,9 +16,14 @@ from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import silu_moe
+from neuron_moe.models.layers import gated_moe
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import decoder_rules, expert_rules, projection_names
+from neuron_moe.models.weight_rules import (
+    decoder_map,
+    decoder_rules,
+    expert_rules,
+    projection_names,
+)
 from neuron_moe.spec import check_top_k
 
 
@@ -44,13 +49,8 @@ class MixtralConfig(DecoderConfig):
         """
         # The last one disturbs the router while training.
         reader = ConfigReader.of_family(config, "mixtral", "router_jitter_noise")
-        head_dim = reader.get_optional("head_dim", int)
-        if head_dim is None:  # as published
-            heads = reader.get("num_attention_heads", int)
-            head_dim = reader.get("hidden_size", int) // max(heads, 1)
         return cls.read(
             reader,
-            head_dim=head_dim,
             rope=RopeConfig.from_hf(reader),
             intermediate_size=reader.get("intermediate_size", int),
             num_local_experts=reader.get("num_local_experts", int),
@@ -81,7 +81,9 @@ class Model(DecoderModel):
             act_fn="softmax",
             renormalize=True,
         )
-        return silu_moe(router, config.intermediate_size, dtype, backend)
+        return gated_moe(
+            router, config.intermediate_size, dtype, backend, hidden_act=config.hidden_act
+        )
 
 
 def weight_map(config: MixtralConfig) -> WeightMap:
@@ -93,4 +95,4 @@ def weight_map(config: MixtralConfig) -> WeightMap:
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return WeightMap(rules, sizes)
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe import MoE, RouterTopK, SharedExperts
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -31,15 +31,13 @@ from neuron_moe.models.hf_config import (
     ConfigReader,
     read_text_section,
 )
-from neuron_moe.models.layers import OffsetRMSNorm, silu_moe
+from neuron_moe.models.layers import OffsetRMSNorm, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
     projection_names,
+    shared_sparse_rules,
 )
 from neuron_moe.spec import check_top_k
 
@@ -88,14 +86,15 @@ class Qwen35MoeConfig(DecoderConfig):
         text, vision_layers = read_text_section(config, "qwen3_5_moe", "depth", IMAGE_KEYS)
         reader = ConfigReader.of_family(text, "qwen3_5_moe_text", *OTHER_KEYS)
         reader.require("attention_bias", False)
+        reader.require("hidden_act", "silu")  # which linear attention reads too
         reader.require("attn_output_gate", True)
         reader.require("mamba_ssm_dtype", "float32")
         reader.require("output_gate_type", "swish")
         interval = reader.get_size("full_attention_interval", 4)
         layers = range(1, reader.get("num_hidden_layers", int) + 1)
         usual = tuple(LAYER_TYPES[layer % interval == 0] for layer in layers)
-        kinds, part = ("default",), TURNED_PART
-        rope = RopeConfig.from_hf(reader, kinds=kinds, default_part=part, ignored=IMAGE_ROPE_KEYS)
+        part = TURNED_PART
+        rope = RopeConfig.from_hf(reader, default_part=part, ignored=IMAGE_ROPE_KEYS)
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
@@ -174,7 +173,7 @@ class Model(DecoderModel):
         )
         width = config.shared_expert_intermediate_size
         shared = SharedExperts(config.hidden_size, width, 1, "silu", dtype, is_gated=True)
-        return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
+        return gated_moe(router, config.moe_intermediate_size, dtype, backend, shared)
 
 
 def weight_map(config: Qwen35MoeConfig) -> WeightMap:
@@ -184,13 +183,13 @@ def weight_map(config: Qwen35MoeConfig) -> WeightMap:
     rules = decoder_rules([], source=source)
     for layer, kind in enumerate(config.layer_types):
         rules += _attention_rules(f"{source}layers.{layer}.", f"layers.{layer}.", kind)
-        rules += _sparse_rules(f"{source}layers.{layer}.mlp.", f"layers.{layer}.moe.")
+        rules += shared_sparse_rules(f"{source}layers.{layer}.mlp.", f"layers.{layer}.moe.")
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
     ignored = _prediction_names()
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored += _vision_names()
-    return WeightMap(rules, sizes, ignored=ignored)
+    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
 
 
 def _attention_rules(theirs: str, ours: str, kind: str) -> list[Rule]:
@@ -208,21 +207,13 @@ def _attention_rules(theirs: str, ours: str, kind: str) -> list[Rule]:
     ]
 
 
-def _sparse_rules(mlp: str, moe: str) -> list[Rule]:
-    """Return the rules of router, experts and the gated shared expert."""
-    pair, gate = (mlp + "experts", moe + "expert_mlps.mlp_op"), "shared_expert_gate.weight"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *mlp_rules(mlp + "shared_expert", moe + "shared_experts"),
-        Rule(mlp + gate, f"{moe}shared_experts.{gate}"),
-        *either(fused=fused_expert_rules(*pair, transpose), separate=expert_rules(*pair)),
-    ]
-
-
 def _prediction_names() -> list[str]:
     """Return the tensors of the layer that predicts a further token."""
     frame, layer = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), "mtp.layers.0."
-    rules = [*_attention_rules(layer, "", "full_attention"), *_sparse_rules(layer + "mlp.", "")]
+    rules = [
+        *_attention_rules(layer, "", "full_attention"),
+        *shared_sparse_rules(layer + "mlp.", ""),
+    ]
     return [
         *(f"mtp.{name}.weight" for name in frame),
         *(f"{layer}{name}_layernorm.weight" for name in ("input", "post_attention")),

@@ -21,10 +21,11 @@ from neuron_moe.models.decoder import (
     GroupedAttention,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, silu_moe
+from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    decoder_map,
     decoder_rules,
     either,
     expert_rules,
@@ -72,17 +73,10 @@ class Qwen3MoeConfig(DecoderConfig):
         window = reader.get_optional("sliding_window", int)
         return cls.read(
             reader,
-            head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader),
-            intermediate_size=reader.get("intermediate_size", int),
-            moe_intermediate_size=reader.get("moe_intermediate_size", int),
-            num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            norm_topk_prob=reader.get("norm_topk_prob", bool),
-            decoder_sparse_step=reader.get("decoder_sparse_step", int, 1),
-            mlp_only_layers=reader.get_ints("mlp_only_layers"),
             attention_bias=reader.get("attention_bias", bool, False),
             sliding_window=window if slides else None,
+            **read_experts(reader),
         )
 
     @property
@@ -91,6 +85,19 @@ class Qwen3MoeConfig(DecoderConfig):
         step = self.decoder_sparse_step
         every = range(step - 1, self.num_hidden_layers, step)
         return tuple(layer for layer in every if layer not in self.mlp_only_layers)
+
+
+def read_experts(reader: ConfigReader) -> dict[str, Any]:
+    """Return the fields of the feed-forward parts, which Qwen2-MoE spells alike."""
+    return {
+        "intermediate_size": reader.get("intermediate_size", int),
+        "moe_intermediate_size": reader.get("moe_intermediate_size", int),
+        "num_experts": reader.get_renamed("num_experts", "num_local_experts", int),
+        "num_experts_per_tok": reader.get("num_experts_per_tok", int),
+        "norm_topk_prob": reader.get("norm_topk_prob", bool),
+        "decoder_sparse_step": reader.get("decoder_sparse_step", int, 1),
+        "mlp_only_layers": reader.get_ints("mlp_only_layers"),
+    }
 
 
 Config = Qwen3MoeConfig
@@ -115,7 +122,7 @@ class Model(DecoderModel):
         """Return a MoE with a float32 softmax router, or an MLP where the layer is dense."""
         config = self.config
         if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
         router = RouterTopK(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
@@ -123,7 +130,9 @@ class Model(DecoderModel):
             act_fn="softmax",
             renormalize=config.norm_topk_prob,
         )
-        return silu_moe(router, config.moe_intermediate_size, dtype, backend)
+        return gated_moe(
+            router, config.moe_intermediate_size, dtype, backend, hidden_act=config.hidden_act
+        )
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
@@ -141,4 +150,5 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
         ]
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    return WeightMap(rules, {"layer": config.num_hidden_layers, "expert": config.num_experts})
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain, YaRN and Llama 3, as Hugging Face checkpoints mean it.
+"""Rotary position embedding: plain, linear, YaRN and Llama 3, as Hugging Face checkpoints mean it.
 
 YaRN: B. Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
 arXiv 2309.00071, sections 3.2 (frequencies blended by wavelength) and 3.4 (attention factor).
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from neuron_moe.models.hf_config import ConfigReader
 
-KINDS = ("default", "yarn", "llama3")
+KINDS = ("default", "linear", "yarn", "llama3")
+# Stretches the embedding beyond max_position_embeddings alone, which no sequence here exceeds.
+_DYNAMIC = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +30,8 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: of KINDS; "yarn" reads the fields below up to `mscale_all_dim`, "llama3" the first
-            two and the factors of frequency.
+        kind: of KINDS; "linear" reads `factor`, "yarn" the fields below up to `mscale_all_dim`,
+            "llama3" the first two and the factors of frequency.
         factor: by how much the context grew over `original_max_position_embeddings`.
         beta_fast: rotations over the original context above which a frequency is kept.
         beta_slow: rotations below which a frequency is divided by `factor`.
@@ -58,13 +60,13 @@ class RopeConfig:
     part: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind, KINDS)
+        _check_kind(self.kind)
         if not 1 < self.theta < math.inf:
             raise ValueError(f"rope_theta={self.theta}: must be larger than 1. Correct it.")
-        scales = self.kind != "default"
-        if scales and (
-            not 1 <= self.factor < math.inf or self.original_max_position_embeddings < 1
-        ):
+        has_context = (
+            self.kind in ("default", "linear") or self.original_max_position_embeddings > 0
+        )
+        if not 1 <= self.factor < math.inf or not has_context:
             raise ValueError(
                 f"factor={self.factor}, original_max_position_embeddings="
                 f"{self.original_max_position_embeddings}: {self.kind} needs both to be at least 1."
@@ -101,7 +103,6 @@ class RopeConfig:
         reader: ConfigReader,
         *,
         default_theta: float | None = None,
-        kinds: Sequence[str] = ("default", "yarn"),
         is_interleaved: bool = False,
         default_part: float | None = None,
         default_section: Mapping[str, Any] | None = None,
@@ -112,7 +113,6 @@ class RopeConfig:
         Args:
             reader: the whole config.json; the three keys above are read from it.
             default_theta: what the architecture takes where neither spelling names a base.
-            kinds: what is published for the architecture.
             is_interleaved: how the architecture pairs.
             default_part: of each head that the architecture turns where `partial_rotary_factor`
                 does not say; None is all of it, and refuses that key.
@@ -141,12 +141,12 @@ class RopeConfig:
                 "rope_theta is missing: the base of the rotary embedding is a fact of the"
                 " checkpoint. Add it to config.json."
             )
-        _check_kind(kind, kinds)
-        more = {"yarn": _yarn_fields, "llama3": _llama3_fields}.get(kind, lambda _: {})(fields)
+        more = _read_fields(kind, fields, reader.get_optional("max_position_embeddings", int))
         if default_part is not None:
             key = "partial_rotary_factor"
             given = fields.get_optional(key, float), reader.get_optional(key, float)
             more["part"] = next((part for part in given if part is not None), default_part)
+        kind = "default" if kind == _DYNAMIC else kind
         config = cls(theta=theta, kind=kind, is_interleaved=is_interleaved, **more)
         fields.finish()
         return config
@@ -157,18 +157,42 @@ def _first(*values: float | None) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-def _check_kind(kind: str, kinds: Sequence[str]) -> None:
-    if kind not in kinds:
+def _check_kind(kind: str) -> None:
+    if kind not in (*KINDS, _DYNAMIC):
         raise ValueError(
-            f"rope_type={kind!r}: must be {' or '.join(map(repr, kinds))}. No other scaling is"
-            " implemented for this architecture; add it to models/rope.py."
+            f"rope_type={kind!r}: must be {' or '.join(map(repr, (*KINDS, _DYNAMIC)))}. No other"
+            " scaling is implemented; add it to models/rope.py."
         )
 
 
-def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
+def _read_fields(kind: str, fields: ConfigReader, context: int | None) -> dict[str, Any]:
+    """Return the fields that a kind reads.
+
+    Args:
+        kind: of the section.
+        fields: the section.
+        context: max_position_embeddings, which transformers takes where the section names none.
+    """
+    _check_kind(kind)
+    original = "original_max_position_embeddings"
+    if kind == _DYNAMIC:
+        fields.get("factor", float)
+        fields.ignore(original)
+    if kind in ("default", _DYNAMIC):
+        return {}
+    if kind == "linear":
+        fields.ignore(original)
+        return {"factor": fields.get("factor", float)}
+    grown = None  # a null factor is what the context grew by
+    if kind == "yarn" and fields.is_null("factor") and context is not None:
+        grown = context / max(fields.get(original, int, context), 1)
+    found: dict[str, Any] = {"factor": fields.get("factor", float, grown)}
+    found[original] = fields.get(original, int, context)
+    if kind == "llama3":
+        names = "low_freq_factor", "high_freq_factor"
+        return {**found, **{name: fields.get(name, float) for name in names}}
     return {
-        "factor": fields.get("factor", float),
-        "original_max_position_embeddings": fields.get("original_max_position_embeddings", int),
+        **found,
         "beta_fast": fields.get("beta_fast", float, 32.0),
         "beta_slow": fields.get("beta_slow", float, 1.0),
         "truncate": fields.get("truncate", bool, True),
@@ -178,23 +202,14 @@ def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _llama3_fields(fields: ConfigReader) -> dict[str, Any]:
-    return {
-        "factor": fields.get("factor", float),
-        "original_max_position_embeddings": fields.get("original_max_position_embeddings", int),
-        "low_freq_factor": fields.get("low_freq_factor", float),
-        "high_freq_factor": fields.get("high_freq_factor", float),
-    }
-
-
 def rope_frequencies(
     config: RopeConfig, head_size: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, float]:
     """Return inverse frequencies `[D / 2]` float32 in radians, and the scale of cos and sin."""
     exponent_d = torch.arange(0, head_size, 2, device=device).float() / head_size
     wavelength_d = config.theta**exponent_d
-    if config.kind == "default":
-        return 1.0 / wavelength_d, 1.0
+    if config.kind in ("default", "linear"):
+        return 1.0 / wavelength_d / config.factor, 1.0
     if config.kind == "llama3":
         return _llama3_frequencies(config, 1.0 / wavelength_d), 1.0
     low, high = _blend_range(config, head_size)

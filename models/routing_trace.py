@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from neuron_moe import Routing
 from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.router import Router, selection_margin, selection_scores
 
 _MAKE = "Make it with neuron-moe routing."
@@ -214,3 +215,28 @@ def record_routing(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Rout
         num_experts=num_experts,
         margin_LT=torch.stack([torch.cat(parts) for parts in margins]).numpy(),
     )
+
+
+def recorded_load(path: Path | None) -> tuple[Tensor | None, str]:
+    """Return the expert load of a recorded layer, and which one it is.
+
+    Args:
+        path: a trace, or None for those shipped with the small model.
+
+    Returns:
+        [E] load of the layer with the largest skew in the trace, or None without any trace.
+    """
+    if path is None:
+        folder = shipped_checkpoint()
+        paths = sorted((folder / "traces").glob("*.npz")) if folder is not None else []
+    else:
+        paths = [path]
+    loads = {}
+    for found in paths:
+        load_LE = torch.from_numpy(RoutingTrace.load(found).load_LE())
+        for layer, load_E in enumerate(load_LE):
+            loads[f"{found.name}, layer {layer}"] = load_E
+    if not loads:
+        return None, "none: no trace is shipped and --trace is not given"
+    name = max(loads, key=lambda key: float(loads[key].max() / loads[key].double().mean()))
+    return loads[name], name

@@ -3,11 +3,12 @@
 Letters: E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from neuron_moe.checkpoint import Rule, Transform, chain, concat_gate_up, transpose
+from neuron_moe.checkpoint import Rule, Transform, WeightMap, chain, concat_gate_up, transpose
 
+_HEAD = "lm_head.weight"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -18,24 +19,50 @@ def projection_names(*, has_bias: bool) -> list[str]:
 
 
 def decoder_rules(
-    layer_names: Iterable[str], *, source: str = "model.", head: str | None = "lm_head.weight"
+    layer_names: Iterable[str], *, source: str = "model.", head: str = "lm_head.weight"
 ) -> list[Rule]:
     """Return the rules of embedding, norms, head, and of layer tensors that keep their names.
 
     Args:
         layer_names: what follows `layers.N.`, such as "self_attn.q_proj.weight", beside the norms.
         source: what published names begin with.
-        head: published name of the vocabulary projection; None where it is the embedding.
+        head: published name of the vocabulary projection.
     """
     norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
     return [
         *(Rule(source + name, name) for name in ("embed_tokens.weight", "norm.weight")),
-        *([] if head is None else [Rule(head, "lm_head.weight")]),
+        Rule(head, _HEAD),
         *(
             Rule(f"{source}layers.{{layer}}.{name}", f"layers.{{layer}}.{name}")
             for name in (*norms, *layer_names)
         ),
     ]
+
+
+def decoder_map(
+    rules: Sequence[Rule],
+    sizes: Mapping[str, int],
+    ignored: Sequence[str] = (),
+    blocks: Mapping[str, Sequence[str]] | None = None,
+    *,
+    is_tied: bool,
+) -> WeightMap:
+    """Return the map of a decoder; some checkpoints of tied embeddings hold the head all the same.
+
+    Args:
+        rules: of all its parameters.
+        sizes: as in `WeightMap`, and so the next two.
+        ignored: patterns.
+        blocks: by the key that shows them.
+        is_tied: the head is the embedding.
+    """
+    if is_tied:
+        ignored = [
+            *ignored,
+            *(key for rule in rules if rule.target == _HEAD for key in rule.patterns),
+        ]
+        rules = [rule for rule in rules if rule.target != _HEAD]
+    return WeightMap(rules, sizes, ignored, blocks or {})
 
 
 def expert_rules(
@@ -78,6 +105,17 @@ def mlp_rules(source: str, target: str) -> list[Rule]:
 def either(**variants: Sequence[Rule]) -> list[Rule]:
     """Return rules that fill the same parameters from one of several storage forms, by name."""
     return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
+
+
+def shared_sparse_rules(mlp: str, moe: str) -> list[Rule]:
+    """Return the rules of router, experts and the gated shared expert."""
+    pair, gate = (mlp + "experts", moe + "expert_mlps.mlp_op"), "shared_expert_gate.weight"
+    return [
+        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+        *mlp_rules(mlp + "shared_expert", moe + "shared_experts"),
+        Rule(mlp + gate, f"{moe}shared_experts.{gate}"),
+        *either(fused=fused_expert_rules(*pair, transpose), separate=expert_rules(*pair)),
+    ]
 
 
 def split_layers(sparse: Sequence[int], num_layers: int) -> tuple[list[str], list[str]]:

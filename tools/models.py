@@ -1,27 +1,49 @@
 """Models by any of their names: ours, other spellings, Hugging Face ids, paths."""
 
+import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from neuron_moe.checkpoint import Checkpoint, open_checkpoint
 from neuron_moe.configs import config_names, find_config, load_config
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import read_config
-from neuron_moe.models.shipped import checkpoint_folder
-from neuron_moe.tools.parsers import DETAILS
+from neuron_moe.models.shipped import checkpoint_folder, find_checkpoint
+from neuron_moe.tools.parsers import DETAILS, Parser
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CHECKPOINT_HELP = "folder of the checkpoint, or its id on Hugging Face"
 MODEL_HELP = (
     "folder, config.json or the name of a published model"
     f"{DETAILS}, in any spelling: {', '.join(config_names())}"
 )
 
 
-def read_model(name: Path | str) -> tuple[dict[str, Any], Checkpoint | None]:
+def add_checkpoint_option(parser: Parser, told: str = CHECKPOINT_HELP) -> None:
+    """Add --model and --download, which `checkpoint_of` reads."""
+    parser.add_argument("--model", type=Path, required=True, help=told)
+    parser.more.add_argument(
+        "--download", action="store_true", help="fetch what the hub's cache does not hold of it"
+    )
+
+
+def checkpoint_of(args: argparse.Namespace) -> Path:
+    """Return the folder of the checkpoint that a command line names."""
+    return checkpoint_folder(args.model, download=args.download)
+
+
+def read_model(
+    name: Path | str, *, download: bool = False
+) -> tuple[dict[str, Any], Checkpoint | None]:
     """Return config.json and, where weights lie beside it, the checkpoint.
 
     Args:
-        name: a checkpoint's folder, a config.json, or any name of a shipped configuration.
+        name: a checkpoint as `find_checkpoint` knows them, a config.json, or any name of a shipped
+            configuration.
+        download: fetch an id of the hub that is none of them.
 
     Raises:
         FileNotFoundError: there is nothing of that name; the message lists what is shipped.
@@ -30,11 +52,11 @@ def read_model(name: Path | str) -> tuple[dict[str, Any], Checkpoint | None]:
     path = Path(name)
     if path.is_file():
         return read_json_object(path), None
-    found = None if path.is_dir() else find_config(str(name))
-    if found is not None:
+    folder = find_checkpoint(path)
+    if folder is None and not download and (found := find_config(str(name))) is not None:
         return load_config(found), None
     try:
-        folder = checkpoint_folder(path)
+        folder = folder or checkpoint_folder(path, download=download)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error} Published ones: {', '.join(config_names())}.") from None
     has_weights = any(folder.glob("*.safetensors"))

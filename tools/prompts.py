@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuron_moe.models.chat import ChatTemplate
-from neuron_moe.models.text import TextCodec, special_tokens
+from neuron_moe.models.language_model import Prompting
+from neuron_moe.models.text import TextCodec
 from neuron_moe.tools.parsers import Parser
 
 STANDARD_INPUT = "-"
@@ -115,22 +115,16 @@ def read_prompts(args: argparse.Namespace, folder: Path, texts: Sequence[str]) -
         FileNotFoundError: there is no tokenizer for a text.
         ValueError: no chat template, or a prompt that gives no tokens.
     """
-    stop_and_pad = special_tokens(folder)
+    reader = Prompting(folder)
+    stop_and_pad = reader.stop_token_ids, reader.pad_token_id
     if args.prompt_ids:
         prompts = [Prompt(None, _parse_ids(ids), f"[{ids}] ") for ids in args.prompt_ids]
         return Prompts(prompts, None, *stop_and_pad)
-    codec = TextCodec(folder)
-    if not args.chat:
-        prompts = [Prompt(text, codec.encode(text), text) for text in texts]
-        return Prompts(prompts, codec, *stop_and_pad)
-    template = ChatTemplate(folder)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    prompts = []
-    for text in texts:
-        rendered = template.render([*system, {"role": "user", "content": text}])
-        ids = codec.encode(rendered, is_template=True)
-        prompts.append(Prompt(text, ids, f"{text}\n\n"))
-    return Prompts(prompts, codec, *stop_and_pad)
+    if args.chat:
+        asked = ((text, reader.encode_chat(text, args.system), f"{text}\n\n") for text in texts)
+    else:
+        asked = ((text, reader.encode(text), text) for text in texts)
+    return Prompts([Prompt(*each) for each in asked], reader.codec, *stop_and_pad)
 
 
 def format_ids(token_ids: Sequence[int]) -> str:

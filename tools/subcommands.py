@@ -6,9 +6,10 @@ from neuron_moe.tools.menu import Menu
 SUBCOMMANDS = {
     "demo": (
         "commands.demo",
-        "a small GPT-OSS checkpoint: generate, compare with transformers",
+        "a small checkpoint: generate, compare with transformers",
     ),
     "generate": ("commands.generate", "generate text from a checkpoint"),
+    "chat": ("commands.chat", "talk with a checkpoint, turn by turn"),
     "serve": ("commands.serve", "an OpenAI-compatible server for a checkpoint, through vLLM"),
     "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
     "convert": ("commands.convert", "another number format or layout, files of ranks, or merged"),

@@ -6,14 +6,16 @@ and shared experts by the planner's `layer_cost`, on the busiest rank of a drawn
 bounds from below, so layouts are ranked, not promised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import Spread
 from neuron_moe.models.whole_model.dense_time import StepWork, dense_times
 from neuron_moe.models.whole_model.memory import ServingLoad, rank_memory
@@ -24,6 +26,8 @@ from neuron_moe.parallel.planner.sizes import ModelSizes
 
 TARGETS = ("throughput", "ttft", "tpot")
 AS_GOOD = 1.02  # times within this factor are told as ties
+_MOST_TIES = 3
+_ANSWER_TOKENS = 1024  # of a sequence behind its prompt, where nobody says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,16 @@ class Serving:
             raise ValueError(
                 f"context={self.context}: must hold the prompt of {self.prompt}. Raise it."
             )
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, prompt: int, batch: int, context: int | None) -> "Serving":
+        """Return what is served of a model; a context of None leaves room for an answer."""
+        return cls(
+            prompt=prompt,
+            context=context or prompt + _ANSWER_TOKENS,
+            batch=batch,
+            expert_format="e5m2" if sizes.weight_format == "fp8" else sizes.weight_format,
+        )
 
 
 class WholeModel(NamedTuple):
@@ -111,6 +125,74 @@ class ServingTimes:
         if target == "throughput":
             return 1.0 / self.tokens_per_s
         return self.ttft_ms if target == "ttft" else self.tpot_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """Which layout of a machine serves a model best; printed, it says so.
+
+    Attributes:
+        target: what layouts are ranked by, one of TARGETS.
+        serving: what is served.
+        layouts: those that can be, the best first.
+        rejected: why others cannot be, by layout.
+    """
+
+    target: str
+    serving: Serving
+    layouts: list[ServingTimes]
+    rejected: dict[str, str]
+
+    def __str__(self) -> str:
+        if not self.layouts:
+            layout, reason = list(self.rejected.items())[-1]  # the one over all ranks
+            return f"whole model: no layout serves it. {layout}: {reason}"
+        best, serving = self.layouts[0], self.serving
+        told = (
+            f"best for {self.target}: {best}\n"
+            f"  first token after {best.ttft_ms:.1f} ms (prompt of {serving.prompt}), then"
+            f" {best.tpot_ms:.2f} ms a token at batch {serving.batch}:"
+            f" {best.tokens_per_s:,.0f} tokens/s  [computed, from peaks: bounds from below]\n"
+            f"  a rank holds {best.weight_bytes / (1 << 30):.4g} GiB of weights; up to"
+            f" {best.max_batch} sequences of {serving.context} positions fit"
+        )
+        if same := ties(self.layouts, self.target):
+            more = f"; and {len(same) - _MOST_TIES} more" if len(same) > _MOST_TIES else ""
+            names = "; ".join(map(str, same[:_MOST_TIES]))
+            told += f"\n  as good within {AS_GOOD - 1:.0%}: {names}{more}"
+        return told
+
+
+def plan_serving(
+    raw_config: Mapping[str, Any],
+    machine: Machine,
+    sizes: ModelSizes,
+    routing_TK: Tensor,
+    serving: Serving,
+    target: str = TARGETS[0],
+) -> ServingPlan:
+    """Return the layouts of a model that serve it, the best first.
+
+    Args:
+        raw_config: its config.json.
+        machine: where.
+        sizes: those of the planner; messages call the model as they do.
+        routing_TK: [T, K] choices by as many tokens as a step has.
+        serving: what is served.
+        target: what layouts are ranked by, one of TARGETS.
+    """
+    try:
+        model_file, config = parse_config(raw_config, sizes.name)
+    except ValueError as error:
+        return ServingPlan(
+            target=target, serving=serving, layouts=[], rejected={"whole model": str(error)}
+        )
+    with torch.device("meta"):
+        model = model_file.Model(config)
+    whole = WholeModel(model, config, sizes, routing_TK)
+    found, rejected = serving_layouts(whole, machine, serving)
+    layouts = best_first(found, target)
+    return ServingPlan(target=target, serving=serving, layouts=layouts, rejected=rejected)
 
 
 def serving_layouts(

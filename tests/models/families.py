@@ -275,6 +275,66 @@ FAMILIES |= {
         },
     ),
 }
+OLMOE: dict[str, Any] = {"intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
+FAMILIES |= {
+    "olmoe": Family("olmoe", {**OLMOE, "head_dim": LEFT_OUT}),
+    "olmoe-limited-normalised": Family(
+        "olmoe",
+        {
+            **OLMOE,
+            "head_dim": LEFT_OUT,
+            "clip_qkv": 0.5,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+}
+QWEN2: dict[str, Any] = {
+    "head_dim": LEFT_OUT,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+FAMILIES |= {
+    "qwen2_moe": Family("qwen2_moe", QWEN2),
+    "qwen2_moe-sliding-dense-layers": Family(
+        "qwen2_moe",
+        {
+            **QWEN2,
+            "num_hidden_layers": 4,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+}
+SOLAR: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+}
+FAMILIES |= {
+    "solar_open": Family("solar_open", SOLAR),
+    "solar_open-biases": Family(
+        "solar_open",
+        {
+            **SOLAR,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+}
 SLOW = {"qwen3_5_moe-alternating"}  # with transformers' recurrence, token by token
 
 

@@ -149,7 +149,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-quantised": (
         "qwen3_moe",
         {"quantization_config": {"quant_method": "gptq"}},
-        "quant_method must be fp8 or compressed-tensors or neuron_moe. Take a checkpoint in a",
+        "GPTQ, integers of 2 to 8 bits: quant_method must be fp8 or compressed-tensors or neuron",
     ),
     "qwen3-small-blocks": (
         "qwen3_moe",
@@ -204,10 +204,10 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "each chunked_attention or full_attention",
     ),
     "llama4-chunk": ("llama4-scout", {"attention_chunk_size": 0}, "attention_chunk_size=0"),
-    "llama4-yarn": (
+    "llama4-longrope": (
         "llama4-scout",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        "rope_type='yarn': must be 'default' or 'llama3'",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "rope_type='longrope': must be 'default' or 'linear' or 'yarn' or 'llama3'",
     ),
     "llama4-other": ("llama4-scout", {"model_type": "llama"}, "model_type='llama': must be one of"),
     "glm4-unknown": ("glm4_moe", {"num_experts": 8}, "unknown key num_experts=8"),
@@ -285,8 +285,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "dbrx-activation": (
         "dbrx",
-        {"ffn_config": {**DBRX["ffn_config"], "ffn_act_fn": {"name": "gelu"}}},
-        "ffn_act_fn={'name': 'gelu'}: must be",
+        {"ffn_config": {**DBRX["ffn_config"], "ffn_act_fn": {"name": "mish"}}},
+        "hidden_act='mish': must be one of gelu, gelu_pytorch_tanh",
     ),
     "dbrx-top-k": (
         "dbrx",

@@ -92,11 +92,11 @@ BAD = {
     "layer-types-count": ({"layer_types": ["full_attention"]}, "must name num_hidden_layers=2"),
     "layer-types-name": ({"layer_types": ["chunked"] * 2}, "each sliding_attention or full_att"),
     "other-model": ({"model_type": "mixtral"}, "model_type='mixtral': must be 'gpt_oss'"),
-    "other-activation": ({"hidden_act": "gelu"}, "hidden_act='gelu': must be 'silu'"),
-    "tied": ({"tie_word_embeddings": True}, "tie_word_embeddings=True: must be False"),
+    "other-activation": ({"hidden_act": "mish"}, "hidden_act='mish': must be one of gelu"),
+    "tied": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1: must be bool, not int"),
     "other-quantization": (
         {"quantization_config": {"quant_method": "awq"}},
-        "quant_method must be mxfp4",
+        r"weights of AWQ, integers of 4 bits: quant_method must be mxfp4.*without the method",
     ),
     "stop-token": ({"eos_token_id": "</s>"}, "eos_token_id='</s>': must be a token id"),
     "eps-nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be finite"),
@@ -121,8 +121,8 @@ BAD = {
         ]
     },
     "rope-type": (
-        {"rope_scaling": {"rope_type": "llama3"}},
-        "rope_type='llama3': must be 'default' or 'yarn'",
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "rope_type='longrope': must be 'default' or 'linear' or 'yarn'",
     ),
 }
 

@@ -59,7 +59,7 @@ def test_llama3_frequencies_are_those_of_transformers(variant: str, head_dim: in
     values = {"rope_scaling": LLAMA3_VARIANTS[variant], "rope_theta": 500000.0}
     reference = ReferenceConfig.from_dict({**deepcopy(values), "head_dim": head_dim})
     expected, expected_scale = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
-    config = RopeConfig.from_hf(ConfigReader(values, "config.json"), kinds=("llama3",))
+    config = RopeConfig.from_hf(ConfigReader(values, "config.json"))
     frequencies, scale = rope_frequencies(config, head_dim)
     assert torch.equal(frequencies, expected)
     assert scale == expected_scale

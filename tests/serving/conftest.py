@@ -21,7 +21,8 @@ from tests.models.families import FAMILIES, write_checkpoint
 # vLLM's attention on a CPU has few head sizes, and chunks must be whole blocks of its cache.
 SIZES = {"head_dim": 32, "attention_chunk_size": 64, "max_position_embeddings": 4096}
 OWN_SIZES = {
-    "dbrx": {"num_attention_heads": 2},  # its heads are what that divides
+    # Their heads are what that divides.
+    **dict.fromkeys(("dbrx", "olmoe", "qwen2_moe"), {"num_attention_heads": 2}),
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
 }
 # Run inside vLLM, by themselves: the first in the short form of the tests, too.
@@ -36,6 +37,9 @@ OTHERS = (
     "minimax_m2",
     "ernie4_5_moe",
     "dbrx",
+    "olmoe",
+    "qwen2_moe",
+    "solar_open",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer

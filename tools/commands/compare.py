@@ -25,6 +25,7 @@ from neuron_moe.tools.compare.divergence import Models, Row, compare_layers, fir
 from neuron_moe.tools.compare.picture import draw_divergence
 from neuron_moe.tools.compare.transformers_model import TransformersModel
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.models import add_checkpoint_option, checkpoint_of
 from neuron_moe.tools.parsers import Parser
 
 TRANSFORMERS = "transformers"
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("compare", __doc__)
-    parser.add_argument("--model", required=True, help="folder of the checkpoint in question")
+    add_checkpoint_option(parser)
     parser.add_argument(
         "--reference", required=True, help=f"folder of another checkpoint, or {TRANSFORMERS}"
     )
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _open(args: argparse.Namespace) -> tuple[Models, int]:
     """Return the runs, and how many tokens there are to choose from."""
-    folder = checkpoint_folder(args.model)
+    folder = checkpoint_of(args)
     ours = LayerwiseModel(folder, DTYPES[args.dtype], backend=args.backend)
     exact: Any
     rounded: Any

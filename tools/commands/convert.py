@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from neuron_moe.models.conversion import FORMATS, Conversion, ConversionOptions, LayerError, convert
-from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.tools.console import (
     format_bytes,
     format_table,
@@ -24,6 +23,7 @@ from neuron_moe.tools.console import (
     progress_bar,
     weight_file_bytes,
 )
+from neuron_moe.tools.models import add_checkpoint_option, checkpoint_of
 from neuron_moe.tools.parsers import Parser
 
 
@@ -38,10 +38,10 @@ def main(argv: list[str] | None = None) -> int:
         ranks=None if args.ranks is None else _read_ranks(args.ranks),
         max_shard_mib=args.max_shard_mib,
     )
-    source = checkpoint_folder(args.model)
+    source = checkpoint_of(args)
     with progress_bar(f"converting to {args.to}", unit="bytes") as progress:
         result = convert(source, args.out, options, progress=progress)
-    _print_result(result, args)
+    _print_result(result, args, weight_file_bytes(source))
     if args.json:
         print_json_line("convert", **_report(result, args))
     return 0
@@ -55,7 +55,7 @@ def _read_ranks(text: str) -> tuple[int, ...]:
     return tuple(range(int(first), int(last or first) + 1))
 
 
-def _print_result(result: Conversion, args: argparse.Namespace) -> None:
+def _print_result(result: Conversion, args: argparse.Namespace, source_bytes: int) -> None:
     rows = [("", "weights", "changed", "relative error", "largest")]
     for layer, error in result.errors.items():
         share = error.changed / max(error.values, 1)
@@ -76,7 +76,7 @@ def _print_result(result: Conversion, args: argparse.Namespace) -> None:
         print(f"went on after {result.resumed} parameters that were done")
     print(
         f"{args.out}: {len(result.files)} files, {format_bytes(total)}; the source has"
-        f" {format_bytes(weight_file_bytes(checkpoint_folder(args.model)))}"
+        f" {format_bytes(source_bytes)}"
     )
 
 
@@ -110,9 +110,7 @@ def _report(result: Conversion, args: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("convert", __doc__)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of the checkpoint to read"
-    )
+    add_checkpoint_option(parser)
     parser.add_argument("--to", required=True, choices=FORMATS, help="number format to write")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(

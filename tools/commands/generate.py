@@ -19,8 +19,8 @@ from neuron_moe import Explanation
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate
-from neuron_moe.models.loader import build_model, load_model
-from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.models.language_model import load
+from neuron_moe.models.loader import build_model
 from neuron_moe.models.text import TextStream
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
@@ -28,6 +28,7 @@ from neuron_moe.parallel.failure import DEFAULT_TIMEOUT_S, START_TIMEOUT_S
 from neuron_moe.plan import Step
 from neuron_moe.spec import Tuning
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
+from neuron_moe.tools.models import DTYPES, add_checkpoint_option, checkpoint_of
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.prompts import (
     Prompts,
@@ -39,15 +40,13 @@ from neuron_moe.tools.ranks import check_num_processes, run_on_ranks
 from neuron_moe.tuned import DECODE_MODES
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 def main(argv: list[str] | None = None) -> int:
     """Load, generate, print; return the exit status."""
     args = _parser().parse_args(argv)
     for name in ("tp", "ep"):
         check_positive_int(f"--{name}", getattr(args, name))
-    folder = checkpoint_folder(args.model)
+    folder = checkpoint_of(args)
     texts = read_texts(args)
     if args.tp * args.ep > 1:
         if args.backend == "cuda":
@@ -89,18 +88,16 @@ def _generate(
 ) -> None:
     prompt_ids = [prompt.token_ids for prompt in prompts.prompts]
     with progress_bar("loading") as progress:
-        model = load_model(
+        model = load(
             folder,
             dtype=DTYPES[args.dtype],
             backend=args.backend,
             progress=progress,
             product_form=args.product_form if args.backend == "torch" else None,
             tuning=None if args.decode_mode == "auto" else Tuning(decode_mode=args.decode_mode),
-        )
+        ).model
     if args.backend == "nki":
         _warn_of_simulator()
-    elif args.backend == "cuda" and torch.cuda.is_available():  # else Triton's interpreter runs
-        model.to("cuda")
     printer = _Printer(prompts)
     explanations: list[Explanation] = []
     steps = 1 if len(prompt_ids) == 1 else args.max_new_tokens  # one answer shows itself
@@ -307,7 +304,7 @@ class _Printer:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("generate", __doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    add_checkpoint_option(parser)
     add_prompt_options(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
     parser.add_argument(

@@ -9,13 +9,12 @@ are any. A rank is a logical core of Trn2 (two physical cores).
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from neuron_moe.checkpoint import Checkpoint, match_parameters
+from neuron_moe.checkpoint import Checkpoint, match_parameters, unique_parameters
 from neuron_moe.explain import explain_path
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import parse_config
@@ -31,7 +30,7 @@ from neuron_moe.models.sizes import (
 from neuron_moe.paths import choose_path
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, RouterSpec
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
-from neuron_moe.tools.models import MODEL_HELP, read_model
+from neuron_moe.tools.models import MODEL_HELP, add_checkpoint_option, read_model
 from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import TRN2
 
@@ -48,7 +47,7 @@ PATH_EXAMPLES = (
 def main(argv: list[str] | None = None) -> int:
     """Inspect, print; return the exit status."""
     args = _parser().parse_args(argv)
-    raw_config, checkpoint = read_model(args.model)
+    raw_config, checkpoint = read_model(args.model, download=args.download)
     model_file, config = parse_config(raw_config, f"config.json of {args.model}")
     with torch.device("meta"):
         model: nn.Module = model_file.Model(config)
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     num_tensors = None
     if checkpoint is not None:
         # Matching names and shapes is what strict loading does first; a gap raises here already.
-        match_parameters(checkpoint, model_file.weight_map(config), dict(model.state_dict()))
+        match_parameters(checkpoint, model_file.weight_map(config), unique_parameters(model))
         num_tensors = len(checkpoint.tensors)
     spread = Spread(tp=args.tp, ep=args.ep)
     report: dict[str, Any] = {
@@ -222,12 +221,7 @@ def _short(value: Any) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("inspect", __doc__)
-    parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        help=MODEL_HELP,
-    )
+    add_checkpoint_option(parser, MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel groups (default: 1)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

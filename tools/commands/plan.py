@@ -20,21 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from neuron_moe.models.loader import parse_config
-from neuron_moe.models.routing_trace import RoutingTrace
-from neuron_moe.models.shipped import shipped_checkpoint
-from neuron_moe.models.whole_model import (
-    TARGETS,
-    Serving,
-    ServingTimes,
-    WholeModel,
-    best_first,
-    serving_layouts,
-    ties,
-)
-from neuron_moe.models.whole_model.serving import AS_GOOD
+from neuron_moe.models.routing_trace import recorded_load
+from neuron_moe.models.whole_model import TARGETS, Serving, ServingPlan, plan_serving
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine, use_measured
 from neuron_moe.parallel.planner.search import (
     PHASES,
@@ -67,8 +55,6 @@ from nki_sim.hardware_file import use_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
 LINK_FACTORS = (0.25, 4.0)
-_ANSWER_TOKENS = 1024  # of a sequence behind its prompt, unless --context says
-_MOST_TIES = 3
 _SIZE_NAMES = {
     "H": "hidden_size",
     "I": "moe_intermediate_size",
@@ -107,70 +93,31 @@ def main(argv: list[str] | None = None) -> int:
         )
         for factor in LINK_FACTORS
     }
-    served, why_not_served = _serve(args, machine, routings[decisive][1], model)
-    _print_serving(served, why_not_served, args)
+    serving = Serving.of(model, args.prefill_tokens, args.decode_tokens, args.context)
+    served = plan_serving(
+        read_sizes(args.model), machine, model, routings[decisive][1], serving, args.target
+    )
+    _print_serving(served, with_tables=args.table)
     _print_plan(costs, sensitivity, source, with_tables=args.table)
     if args.picture is not None:
         draw_plan(costs, args.picture)
         print(f"\npicture: {args.picture}")
     if args.report is not None:
-        page = plan_page(costs, served, args.target, source)
+        page = plan_page(costs, served.layouts, args.target, source)
         print(f"report: {write_page(page, args.report)}")
     if args.json:
-        layouts = [each.to_dict() for each in served]
-        serving = {"target": args.target, "layouts": layouts, "not_served": why_not_served}
-        print_json_line("plan", **_report(costs, sensitivity, source), **serving)
+        layouts = [each.to_dict() for each in served.layouts]
+        answer = {"target": args.target, "layouts": layouts, "not_served": served.rejected}
+        print_json_line("plan", **_report(costs, sensitivity, source), **answer)
     return 0
 
 
-def _serve(
-    args: argparse.Namespace, machine: Machine, routing_TK: Tensor, sizes: ModelSizes
-) -> tuple[list[ServingTimes], dict[str, str]]:
-    """Return the layouts of the whole model, the best first, and why others cannot be."""
-    try:
-        model_file, config = parse_config(read_sizes(args.model), args.model)
-    except ValueError as error:
-        return [], {"whole model": str(error)}
-    with torch.device("meta"):
-        model = model_file.Model(config)
-    expert_format = "e5m2" if sizes.weight_format == "fp8" else sizes.weight_format
-    serving = Serving(
-        prompt=args.prefill_tokens,
-        context=args.context or args.prefill_tokens + _ANSWER_TOKENS,
-        batch=args.decode_tokens,
-        expert_format=expert_format,
-    )
-    whole = WholeModel(model, config, sizes, routing_TK)
-    found, rejected = serving_layouts(whole, machine, serving)
-    return best_first(found, args.target), rejected
-
-
-def _print_serving(
-    served: list[ServingTimes], why_not: dict[str, str], args: argparse.Namespace
-) -> None:
+def _print_serving(served: ServingPlan, *, with_tables: bool) -> None:
     """Say which layout serves the whole model best; the answer first."""
-    if not served:
-        layout, reason = list(why_not.items())[-1]  # the one over all ranks
-        print(f"whole model: no layout serves it. {layout}: {reason}\n")
-        return
-    best = served[0]
-    context = args.context or args.prefill_tokens + _ANSWER_TOKENS
-    print(
-        f"best for {args.target}: {best}\n"
-        f"  first token after {best.ttft_ms:.1f} ms (prompt of {args.prefill_tokens}), then"
-        f" {best.tpot_ms:.2f} ms a token at batch {args.decode_tokens}:"
-        f" {best.tokens_per_s:,.0f} tokens/s  [computed, from peaks: bounds from below]\n"
-        f"  a rank holds {format_bytes(best.weight_bytes)} of weights; up to {best.max_batch}"
-        f" sequences of {context} positions fit"
-    )
-    same = ties(served, args.target)
-    if same:
-        names = "; ".join(map(str, same[:_MOST_TIES]))
-        more = f"; and {len(same) - _MOST_TIES} more" if len(same) > _MOST_TIES else ""
-        print(f"  as good within {AS_GOOD - 1:.0%}: {names}{more}")
-    if args.table:
-        print(f"\n{format_table(serving_rows(served))}")
-        for layout, reason in why_not.items():
+    print(served)
+    if with_tables and served.layouts:
+        print(f"\n{format_table(serving_rows(served.layouts))}")
+        for layout, reason in served.rejected.items():
             print(f"not {layout}: {reason}")
     print()
 
@@ -204,31 +151,6 @@ def _sizes_of(text: str) -> dict[str, Any]:
         "head_dim": 0,
         "n_shared_experts": 0,
     }
-
-
-def recorded_load(path: Path | None) -> tuple[Tensor | None, str]:
-    """Return the expert load of a recorded layer, and which one it is.
-
-    Args:
-        path: a trace, or None for those shipped with the small model.
-
-    Returns:
-        [E] load of the layer with the largest skew in the trace, or None without any trace.
-    """
-    if path is None:
-        folder = shipped_checkpoint()
-        paths = sorted((folder / "traces").glob("*.npz")) if folder is not None else []
-    else:
-        paths = [path]
-    loads = {}
-    for found in paths:
-        load_LE = torch.from_numpy(RoutingTrace.load(found).load_LE())
-        for layer, load_E in enumerate(load_LE):
-            loads[f"{found.name}, layer {layer}"] = load_E
-    if not loads:
-        return None, "none: no trace is shipped and --trace is not given"
-    name = max(loads, key=lambda key: float(loads[key].max() / loads[key].double().mean()))
-    return loads[name], name
 
 
 def _print_plan(

@@ -15,10 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
-from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
 from neuron_moe.serving.lifetime import ask_to_end, running
 from neuron_moe.serving.options import BACKENDS, VLLM_FORM, ServingOptions
@@ -32,6 +30,7 @@ from neuron_moe.serving.server import (
     server_command,
     wait_until_ready,
 )
+from neuron_moe.tools.models import add_checkpoint_option, checkpoint_of
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
@@ -58,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     split = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:split])
     settings = ServerSettings(
-        folder=checkpoint_folder(args.model),
-        name=args.name or checkpoint_folder(args.model).name,
+        folder=checkpoint_of(args),
+        name=args.name or args.model.name or args.model.resolve().name,
         host=args.host,
         port=args.port,
         dtype=args.dtype,
@@ -158,7 +157,7 @@ def _signals_raise() -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("serve", __doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    add_checkpoint_option(parser)
     parser.more.add_argument("--name", help="what requests call it (default: the folder's name)")
     parser.more.add_argument(
         "--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only"

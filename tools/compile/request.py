@@ -19,7 +19,7 @@ from neuron_moe.errors import check_choice
 from neuron_moe.models.deployment import Deployment
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import parse_config, read_config
-from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.models.shipped import checkpoint_folder, find_checkpoint
 from neuron_moe.parallel.planner.sizes import ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
 
@@ -87,7 +87,7 @@ def _plain(name: str) -> str:
 
 def _known_model(name: str) -> str | None:
     """Return the shipped configuration that a name means, or None."""
-    return None if Path(name).is_dir() else find_config(name)
+    return None if find_checkpoint(name) is not None else find_config(name)
 
 
 def _read_config_option(config: str | None) -> tuple[str, str | None, dict[str, Any]]:

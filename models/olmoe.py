@@ -1,0 +1,131 @@
+"""OLMoE (1B-7B): configuration, attention, experts and checkpoint map.
+
+What differs from other decoders: all heads of queries, and all of keys, are normalised together
+before they are turned, and may be limited then; the weights that a softmax over all experts gives
+the chosen ones are not divided by their sum.
+Source: transformers, `models/olmoe/modeling_olmoe.py`; arXiv 2409.02060.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe import MoE, RouterTopK
+from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
+    decoder_map,
+    decoder_rules,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    projection_names,
+)
+from neuron_moe.spec import check_top_k
+
+ROPE_THETA = 10000.0  # where config.json does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OlmoeConfig(DecoderConfig):
+    """Facts of one OLMoE checkpoint; names are those of its config.json.
+
+    Attributes:
+        clip_qkv: largest magnitude of a query, key or value; None for no limit.
+    """
+
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    attention_bias: bool
+    clip_qkv: float | None
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        check_top_k(self.num_experts_per_tok, self.num_experts)
+        if self.clip_qkv is not None and not self.clip_qkv > 0:
+            raise ValueError(f"clip_qkv={self.clip_qkv}: must be positive. Correct config.json.")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "OlmoeConfig":
+        """Read config.json as transformers 4.45 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader.of_family(config, "olmoe")
+        return cls.read(
+            reader,
+            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
+            intermediate_size=reader.get("intermediate_size", int),
+            num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
+            num_experts_per_tok=reader.get("num_experts_per_tok", int),
+            norm_topk_prob=reader.get("norm_topk_prob", bool, False),
+            attention_bias=reader.get("attention_bias", bool, False),
+            clip_qkv=reader.get_optional("clip_qkv", float),
+        )
+
+
+Config = OlmoeConfig
+
+
+class Attention(GroupedAttention):
+    """Grouped-query attention with one norm for all heads, limited behind it."""
+
+    def __init__(self, config: OlmoeConfig, dtype: torch.dtype) -> None:
+        bias = PROJECTIONS if config.attention_bias else ()
+        super().__init__(config, dtype, bias=bias, norms="jointly")
+        self.limit = config.clip_qkv
+
+    def project(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, [U, S, heads * D] each, normalised and limited."""
+        parts = super().project(hidden_USH)
+        if self.limit is None:
+            return parts
+        query, key, value = (part.clamp(-self.limit, self.limit) for part in parts)
+        return query, key, value
+
+
+class Model(DecoderModel):
+    """OLMoE for generation."""
+
+    config: OlmoeConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
+        """Return attention whose queries and keys are normalised."""
+        return Attention(self.config, dtype)
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
+        """Return a MoE with a float32 softmax router."""
+        config = self.config
+        router = RouterTopK(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="softmax",
+            renormalize=config.norm_topk_prob,
+        )
+        size, act = config.intermediate_size, config.hidden_act
+        return gated_moe(router, size, dtype, backend, hidden_act=act)
+
+
+def weight_map(config: OlmoeConfig) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused."""
+    names = projection_names(has_bias=config.attention_bias)
+    mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
+    pair = mlp + "experts", moe + "expert_mlps.mlp_op"
+    rules = [
+        *decoder_rules([*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+        *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+    ]
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

@@ -1,0 +1,127 @@
+"""Qwen1.5-MoE and Qwen2-MoE (A2.7B, 57B-A14B): configuration, attention, experts, checkpoint map.
+
+What differs from Qwen3-MoE, whose keys these are: queries, keys and values have biases and no
+norms, a shared expert, gated for each token, stands beside the routed ones, whose weights are not
+divided by their sum, and where a window is used every other layer slides.
+Source: transformers, `models/qwen2_moe/modeling_qwen2_moe.py`; arXiv 2407.10671.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import MoE, RouterTopK, SharedExperts
+from neuron_moe.checkpoint import WeightMap
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import (
+    decoder_map,
+    decoder_rules,
+    mlp_rules,
+    shared_sparse_rules,
+    split_layers,
+)
+
+ROPE_THETA = 10000.0  # where config.json does not say
+LAYER_TYPES = ("sliding_attention", "full_attention")
+BIASED = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2MoeConfig(Qwen3MoeConfig):
+    """Facts of one Qwen2-MoE checkpoint; names are those of its config.json."""
+
+    shared_expert_intermediate_size: int
+    layer_types: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        Qwen3MoeConfig.__post_init__(self)
+        check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
+        if LAYER_TYPES[0] in self.layer_types and self.sliding_window is None:
+            raise ValueError(
+                "layer_types: sliding_attention needs use_sliding_window and a sliding_window."
+                " Correct config.json."
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Qwen2MoeConfig":
+        """Read config.json as transformers 4.40 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader.of_family(config, "qwen2_moe")
+        slides = reader.get("use_sliding_window", bool, False)
+        last = reader.get("max_window_layers", int, 28)
+        usual = (
+            LAYER_TYPES[not (slides and layer % 2 == 0 and layer < last)]
+            for layer in range(reader.get("num_hidden_layers", int))
+        )
+        window = reader.get_optional("sliding_window", int)
+        shared = "shared_expert_intermediate_size"
+        return cls.read(
+            reader,
+            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
+            attention_bias=reader.get("qkv_bias", bool, True),
+            sliding_window=window if slides else None,
+            layer_types=reader.get_strings("layer_types") or tuple(usual),
+            shared_expert_intermediate_size=reader.get(shared, int),
+            **read_experts(reader),
+        )
+
+
+Config = Qwen2MoeConfig
+
+
+class Model(DecoderModel):
+    """Qwen2-MoE for generation."""
+
+    config: Qwen2MoeConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return grouped-query attention with biases."""
+        config = self.config
+        slides = config.layer_types[layer] == "sliding_attention"
+        return GroupedAttention(
+            config,
+            dtype,
+            reach=Reach(window=config.sliding_window if slides else None),
+            bias=BIASED if config.attention_bias else (),
+        )
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE with a float32 softmax router and a gated shared expert, or an MLP."""
+        config, act = self.config, self.config.hidden_act
+        if layer not in config.sparse_layers:
+            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
+        router = RouterTopK(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="softmax",
+            renormalize=config.norm_topk_prob,
+        )
+        width = config.shared_expert_intermediate_size
+        shared = SharedExperts(config.hidden_size, width, 1, act, dtype, is_gated=True)
+        size = config.moe_intermediate_size
+        return gated_moe(router, size, dtype, backend, shared, hidden_act=act)
+
+
+def weight_map(config: Qwen2MoeConfig) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused."""
+    names = [*(f"{name}.weight" for name in BIASED), "o_proj.weight"]
+    names += [f"{name}.bias" for name in BIASED] if config.attention_bias else []
+    rules = decoder_rules(f"self_attn.{name}" for name in names)
+    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
+    for layer in sparse:
+        rules += shared_sparse_rules(f"model.layers.{layer}.mlp.", f"layers.{layer}.moe.")
+    for layer in dense:
+        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

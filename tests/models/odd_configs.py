@@ -1,0 +1,119 @@
+"""Configurations that transformers runs and few people publish, of every family.
+
+An expert of any width, an odd number of heads, another activation, a rotary embedding of any kind,
+as the configurations of transformers' own model tests have them.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from tests.models.families import FAMILIES
+
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
+    name: FAMILIES[name].config()
+    for name in (
+        *("qwen3_moe", "mixtral", "llama4-scout", "glm4_moe", "deepseek_v3", "minimax_m2"),
+        *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open"),
+    )
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k")
+WIDTHS = ("moe_intermediate_size", "intermediate_size")
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CHANGES: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "no-head-dim": {"head_dim": None},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu-tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "relu": {"hidden_act": "relu"},
+    "linear": _rope("linear", factor=3.0),
+    "dynamic": _rope("dynamic", factor=3.0),
+    "llama3": _rope("llama3", **_LLAMA3, original_max_position_embeddings=16),
+    "yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    "yarn-of-the-context": _rope("yarn", factor=None, original_max_position_embeddings=128),
+    "yarn-mscales": _rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7
+    ),
+    "theta": _rope("default"),
+    "one-kv-head": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24},
+    "all-kv-heads": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "one-layer": {"num_hidden_layers": 1},
+    "five-layers": {"num_hidden_layers": 5},
+    "few-words": {"vocab_size": 7},
+    "large-eps": {"rms_norm_eps": 0.1},
+    "one-expert": {"experts": (1, 1)},
+    "all-experts": {"experts": (5, 5)},
+    "many-experts": {"experts": (33, 6)},
+    "narrow-experts": {"width": 1},
+    "odd-width": {"width": 37},
+    "biases": {"attention_bias": True},
+    "no-biases": {"attention_bias": False},
+}
+
+
+# What transformers does not run, or has no such key for.
+NOT_THEIRS: dict[str, tuple[str, ...]] = {
+    "mixtral": ("biases", "no-biases"),
+    "minimax_m2": ("biases", "no-biases"),
+    "ernie4_5_moe": ("biases", "no-biases"),
+    "dbrx": ("tied", "biases", "no-biases", "large-eps", "one-kv-head", "all-kv-heads"),
+    "glm4_moe": ("one-expert",),
+    "deepseek_v3": ("one-expert", "one-kv-head"),
+    "olmoe": ("one-kv-head",),
+    "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
+    "solar_open": ("one-expert",),
+}
+
+
+def configs(base: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each change, and the whole configuration, where transformers runs it."""
+    for name, changes in CHANGES.items():
+        if name in NOT_THEIRS.get(base, ()):
+            continue
+        values = copy.deepcopy(BASES[base])
+        sizes = values if base != "dbrx" else dict(values["ffn_config"])
+        if "experts" in changes:
+            for keys, value in zip((EXPERTS, CHOSEN), changes["experts"], strict=True):
+                sizes |= {key: value for key in keys if key in sizes}
+            sizes |= {key: 1 for key in ("n_group", "topk_group") if key in sizes}
+        elif "width" in changes:
+            known = [key for key in (*WIDTHS, "ffn_hidden_size") if key in sizes]
+            sizes |= {known[0]: changes["width"]}
+        elif base == "dbrx" and "hidden_act" in changes:
+            sizes |= {"ffn_act_fn": {"name": changes["hidden_act"]}}
+        else:
+            values |= copy.deepcopy(changes)  # transformers writes into rotary sections
+        if base == "dbrx":
+            values["ffn_config"] = sizes
+        if base in ("dbrx", "deepseek_v3", "olmoe", "qwen2_moe") or name == "no-head-dim":
+            values.pop("head_dim", None)
+        if name.endswith("layers") or name == "one-layer":
+            values.pop("layer_types", None)
+            for key in ("first_k_dense_replace", "moe_layer_start_index"):
+                values |= {key: 0} if key in values else {}
+        yield name, values

@@ -1,0 +1,88 @@
+"""Odd configurations that transformers runs: ours runs them alike, or refuses them by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from neuron_moe.models.loader import load_model
+from tests.models.families import reference_of, write_checkpoint
+from tests.models.odd_configs import BASES, configs
+
+REFUSED = {
+    ("qwen3_5_moe", "gelu"),
+    ("qwen3_5_moe", "gelu-tanh"),
+    ("qwen3_5_moe", "relu"),
+    ("qwen3_5_moe", "biases"),
+    ("dbrx", "yarn-of-the-context"),
+}
+FEW = {  # a change, and the family that it is tried with in the default run
+    "tied": "gpt_oss",
+    "no-head-dim": "qwen3_moe",
+    "gelu": "deepseek_v3",
+    "gelu-tanh": "dbrx",
+    "linear": "mixtral",
+    "dynamic": "glm4_moe",
+    "llama3": "ernie4_5_moe",
+    "yarn": "llama4-scout",
+    "yarn-of-the-context": "minimax_m2",
+    "many-experts": "qwen3_moe",
+}
+
+
+def compare(values: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of transformers and ours of a tiny random checkpoint; ours may refuse it."""
+    rng = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, min(values["vocab_size"], 99), (2, 24), generator=rng)
+    write_checkpoint(values, folder, seed=3)
+    reference = reference_of(folder)
+    reference.set_experts_implementation("eager")
+    with torch.no_grad():
+        theirs = reference(input_ids=ids, use_cache=False).logits
+        return theirs, load_model(folder, dtype=torch.float32)(ids)
+
+
+@pytest.mark.parametrize(("change", "base"), FEW.items())
+def test_a_change_is_read_as_transformers_reads_it(change: str, base: str, tmp_path: Path) -> None:
+    theirs, ours = compare(dict(configs(base))[change], tmp_path)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_a_model_with_a_vision_tower_may_tie_its_embeddings(tmp_path: Path) -> None:
+    text = BASES["qwen3_5_moe"] | {"tie_word_embeddings": True}
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    tower |= {"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}
+    ids = {"image_token_id": 290, "video_token_id": 291}
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5_moe", text_config=text, vision_config=tower, tie_word_embeddings=True, **ids
+    )
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        theirs = reference(input_ids=tokens).logits
+        ours = load_model(tmp_path, dtype=torch.float32)(tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", BASES)
+def test_every_change_is_read_as_transformers_reads_it(base: str, tmp_path: Path) -> None:
+    refused, wrong = set(), []
+    for change, values in configs(base):
+        folder = tmp_path / change
+        try:
+            theirs, ours = compare(values, folder)
+        except ValueError as error:
+            if str(folder) not in str(error):  # transformers', not ours, refused it
+                raise
+            refused.add((base, change))
+            continue
+        error_share = float((ours - theirs).abs().max() / theirs.abs().max())
+        if error_share > 1e-4:
+            wrong.append(f"{change}: {error_share:.1e}")
+    assert not wrong
+    assert refused == {case for case in REFUSED if case[0] == base}
