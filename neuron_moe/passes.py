@@ -59,7 +59,7 @@ class OwedLosses:
             return
         number = torch._C._current_graph_task_id()
         if output.requires_grad:
-            output.register_hook(partial(self._check_taken, loss))
+            output.register_hook(partial(self._check_taken, loss))  # type: ignore[no-untyped-call]
         # A graph that is computed again for its numbers alone must not be held beyond them.
         is_first = number == _NO_BACKWARD
         owed = partial(_itself, loss) if is_first else weakref.ref(loss)

@@ -407,9 +407,10 @@ def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
 
 def _weights_of(part: nn.Module) -> Iterator[tuple[dict[str, Any], str, object, Tensor]]:
     """Yield where each weight of a module is found, the weight, and the tensor of its numbers."""
-    for name, tensor in part._parameters.items():
-        if tensor is not None:
-            yield part._parameters, name, tensor, tensor
+    for owner in (part._parameters, part._buffers):  # a selection bias is a buffer
+        for name, tensor in owner.items():
+            if tensor is not None:
+                yield owner, name, tensor, tensor
     packed = part.__dict__.get("packed")
     if isinstance(packed, NarrowMatrices):
         yield part.__dict__, "packed", packed, packed.codes_Ekn

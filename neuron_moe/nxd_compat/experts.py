@@ -263,7 +263,7 @@ class ExpertMLPsV2(RoutedExperts):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertMLPsV2":
         """Move or cast; parameters that are new are marked for NxD's sharder again."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._mark()
         return self
 

@@ -192,6 +192,7 @@ def initialize_moe_process_group(
 
 
 def _finish(layer: MoE, presharded: bool | None) -> MoE:
+    assert isinstance(layer.expert_mlps, ExpertMLPsV2)
     layer.expert_mlps.check_even()
     layer.presharded = presharded
     layer.must_load = True

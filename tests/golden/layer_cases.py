@@ -387,11 +387,11 @@ def _change_weights(layer: MoE, case: Case, change: str, when: str) -> None:
     elif change == "pack":
         layer.expert_mlps.pack_weights(**case.pack)
     elif change == "data":
-        for parameter in layer.parameters():
+        for parameter in (*layer.parameters(), *layer.buffers()):
             parameter.data.mul_(-0.5)
         layer.weights_changed()
     elif change:
-        named = dict(layer.named_parameters())
+        named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         chosen = [sorted(named)[zlib.crc32(case.name.encode()) % len(named)]]
         with torch.no_grad():
             for name in named if change == "all" else chosen:

@@ -13,6 +13,7 @@ from neuron_moe import GroupLimitedRouter, MoE, MoEFusedTKGConfig, RouterTopK
 from neuron_moe.backends.nki.decode import MODES
 from neuron_moe.backends.nki.routed_plan import norm_of
 from neuron_moe.models.layers import RMSNorm
+from neuron_moe.parallel.balance import update_selection_bias
 from neuron_moe.plan import Forms, Step
 from nki_kernels.prefill import matrix_shapes
 from tests.neuron_moe.nki_cases import (
@@ -135,6 +136,15 @@ def test_changed_weights_are_seen() -> None:
             changed = parameter.detach() + 0.1 * torch.randn(parameter.shape)
             with torch.no_grad():
                 parameter.copy_(changed.bfloat16())
+    check(nki, bf16, exact, (3, 1))
+
+
+def test_a_selection_bias_that_moved_is_seen() -> None:
+    nki, bf16, exact = layers("deepseek-v3")
+    check(nki, bf16, exact, (3, 1))
+    for layer in (nki, bf16, exact):
+        load_E = torch.arange(layer.router.num_experts)
+        update_selection_bias(layer.router, load_E, rate=5.0)  # so far that it decides
     check(nki, bf16, exact, (3, 1))
 
 
