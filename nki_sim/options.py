@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, cast
 
 Policy = Literal["error", "report", "off"]
+Version = Literal["0.7", "0.6"]
+VERSIONS: Final = ("0.7", "0.6")
+# What NKI_COMPILER_FRONTEND names: Python itself, or the passes that NKI 0.6 starts with.
+_FRONT_ENDS: Final = {"": "0.7", "tracer": "0.7", "custom": "0.6", "parser": "0.6"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +18,9 @@ class SimOptions:
     """Options of a simulation.
 
     Attributes:
+        nki: the language, "0.7" (kernels are traced by Python) or "0.6" (parsed: `nl.dynamic_range`
+            and `while register:` exist, and a tensor as a condition means "is not None"); None takes
+            NKI_COMPILER_FRONTEND, where "custom" and "parser" mean 0.6, else 0.7.
         target: "trn1", "trn2" or "trn3"; None takes NEURON_PLATFORM_TARGET_OVERRIDE, else trn2.
         mode: "full", or "indices": integers, registers, control flow and addresses are exact,
             floating-point arithmetic is skipped but for what comes from integers or from small
@@ -42,6 +50,7 @@ class SimOptions:
         callers: keep with each instruction the three calls that led to its line; takes longer.
     """
 
+    nki: Version | None = None
     target: str | None = None
     mode: Literal["full", "indices"] = "full"
     small_elements: int = 128 * 128
@@ -60,6 +69,8 @@ class SimOptions:
     callers: bool = False
 
     def __post_init__(self) -> None:
+        if self.nki not in (None, *VERSIONS):
+            raise ValueError(f'nki={self.nki!r}: must be "0.7", "0.6" or None.')
         if self.mode not in ("full", "indices"):
             raise ValueError(f'mode={self.mode!r}: must be "full" or "indices".')
         if not 0 <= self.fill <= 255:
@@ -68,3 +79,19 @@ class SimOptions:
             raise ValueError(f"mx_headroom={self.mx_headroom}: must be 0 or 1.")
         if not 0.0 <= self.preempt < 1.0:
             raise ValueError(f"preempt={self.preempt}: must be a probability below 1.")
+
+
+def find_nki(version: Version | None) -> Version:
+    """Return the version of the language; None asks NKI_COMPILER_FRONTEND, else 0.7.
+
+    Raises:
+        ValueError: the variable names no front end.
+    """
+    if version is not None:
+        return version
+    name = os.environ.get("NKI_COMPILER_FRONTEND", "")
+    if name not in _FRONT_ENDS:
+        raise ValueError(
+            f'NKI_COMPILER_FRONTEND={name!r}: must be "tracer" or "custom". Unset it for NKI 0.7.'
+        )
+    return cast("Version", _FRONT_ENDS[name])

@@ -39,6 +39,8 @@ from nki_sim.isa.registers import (
     register_load,
     register_move,
     register_store,
+    scalar_load,
+    scalar_store,
 )
 from nki_sim.isa.scalar import (
     activate2,
@@ -71,12 +73,13 @@ from nki_sim.isa.vector_select import (
     tensor_scalar_cumulative,
     tensor_scalar_reduce,
 )
-from nki_sim.machine import NkiInstruction, VirtualRegister
+from nki_sim.machine import NkiInstruction, NkiScalar, VirtualRegister
 
 tensor_engine = engine.tensor  # not the file of that name
 
 __all__ = [
     "NkiInstruction",
+    "NkiScalar",
     "NkiValidationError",
     "VirtualRegister",
     "activate2",
@@ -125,6 +128,8 @@ __all__ = [
     "register_store",
     "rng",
     "scalar_engine",
+    "scalar_load",
+    "scalar_store",
     "scalar_tensor_tensor",
     "select_reduce",
     "sendrecv",

@@ -21,7 +21,7 @@ from nki_sim.isa._checks import (
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, SequencerValue
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
 # (assumed: the compiler's choice is not published).
@@ -85,7 +85,7 @@ def memset(
     # Constraints.
     check_on_chip(("dst", dst))
     dtype = dst.dtype
-    if isinstance(value, VirtualRegister | NkiTensor) or not isinstance(
+    if isinstance(value, SequencerValue | NkiTensor) or not isinstance(
         value, bool | int | float | np.number
     ):
         raise IllegalOperand("value", "a number known at compile time", repr(value))

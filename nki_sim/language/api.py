@@ -31,17 +31,19 @@ from nki_sim.dtypes import (
     int8,
     int16,
     int32,
+    int64,
     tfloat32,
     uint8,
     uint16,
     uint32,
+    uint64,
 )
 from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.isa.operators import OPERATORS
 from nki_sim.language import math as language_math
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister, current, running
+from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, SequencerValue, current, running
 from nki_sim.targets import Target, find_target
 
 sbuf: Final = MemoryRegion.sbuf
@@ -220,8 +222,8 @@ def is_on_chip(buffer: Any) -> bool:
 
 
 def ds(start: Any, size: int) -> Any:
-    """Return the slice of `size` elements from `start`, an int or a register."""
-    if isinstance(start, VirtualRegister):
+    """Return the slice of `size` elements from `start`, an int, a register or a scalar."""
+    if isinstance(start, SequencerValue):
         return DynamicSlice(start, int(size))
     return slice(start, start + size)
 
@@ -327,6 +329,7 @@ __all__ = [
     "int8",
     "int16",
     "int32",
+    "int64",
     "is_hbm",
     "is_on_chip",
     "is_psum",
@@ -351,6 +354,7 @@ __all__ = [
     "uint8",
     "uint16",
     "uint32",
+    "uint64",
     "while_loop",
     "zeros",
     "zeros_like",

@@ -17,7 +17,7 @@ language or of time.
 
 from nki_sim.machine.core import Core, Machine, NkiInstruction, current, running
 from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.registers import DynamicSlice, VirtualRegister
+from nki_sim.machine.registers import DynamicSlice, NkiScalar, SequencerValue, VirtualRegister
 from nki_sim.machine.system import Finding
 from nki_sim.machine.tensor import NkiTensor
 
@@ -28,7 +28,9 @@ __all__ = [
     "Machine",
     "MemoryRegion",
     "NkiInstruction",
+    "NkiScalar",
     "NkiTensor",
+    "SequencerValue",
     "VirtualRegister",
     "current",
     "running",

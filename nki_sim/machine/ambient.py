@@ -15,6 +15,8 @@ from typing import Any, Protocol
 class _Ambient(Protocol):
     """What a register or a tensor may ask of the core it is used on."""
 
+    nki: str
+
     def while_condition(self, register: Any) -> bool:
         """Serve ``while register:``."""
 

@@ -348,6 +348,11 @@ class Allocation:
         self.shared_log: Any = None
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.rows * self.pitch // self.dtype.itemsize
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.rows * self.pitch

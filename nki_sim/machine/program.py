@@ -116,7 +116,7 @@ class Program:
     """Where the program of one core is.
 
     Attributes:
-        machine, trace, options, target: shared by all cores.
+        machine, trace, options, target, nki: shared by all cores.
         full: whether floating-point arithmetic is carried out.
         rank, id: rank in the collective group, core within the rank.
         index: position among all cores of the launch.
@@ -135,6 +135,7 @@ class Program:
         self.trace = machine.trace
         self.options = machine.options
         self.target = machine.target
+        self.nki = machine.nki
         self.full = machine.full
         self.rank = rank
         self.id = core
@@ -176,17 +177,11 @@ class Program:
     # Dynamic loops.
 
     def while_condition(self, register: VirtualRegister) -> bool:
-        """Serve ``while register:``; any other test of a register raises."""
+        """Serve ``while register:`` of NKI 0.6; any other test of a register raises."""
         frame = kernel_frame()
         lines = _while_lines(frame.f_code.co_filename)
-        if lines is not None and frame.f_lineno not in lines:
-            raise LanguageError(
-                "register",
-                "a condition known at compile time",
-                "a register",
-                "Registers may bound dynamic loops only",
-                location=self.location(),
-            )
+        if self.nki != "0.6" or (lines is not None and frame.f_lineno not in lines):
+            register.refuse_condition()
         key = (id(frame), frame.f_lineno)
         stack = self._while_loops
         if stack and stack[-1].key != key and any(loop.key == key for loop in stack):

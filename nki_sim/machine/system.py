@@ -11,7 +11,7 @@ from nki_sim import trace as tr
 from nki_sim.errors import NkiValidationError
 from nki_sim.machine.memory import Allocation
 from nki_sim.machine.shared_log import SharedLog
-from nki_sim.options import SimOptions
+from nki_sim.options import SimOptions, find_nki
 from nki_sim.targets import Target, find_target
 
 PACKAGE_DIR: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -54,6 +54,7 @@ class System:
 
     def __init__(self, options: SimOptions, lnc: int = 1, ranks: int = 1) -> None:
         self.options = options
+        self.nki = find_nki(options.nki)
         self.target: Target = find_target(options.target)
         self.lnc = lnc
         self.num_ranks = ranks

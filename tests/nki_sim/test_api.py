@@ -395,6 +395,7 @@ def test_both_modes_leave_the_same_trace(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["affine_range", "sequential_range", "static_range", "dynamic_range"]
 )
+@pytest.mark.usefixtures("nki_0_6")
 def test_a_deprecated_loop_works_and_says_so(name: str) -> None:
     def body(x: Any) -> None:
         for _ in getattr(nl, name)(3):
