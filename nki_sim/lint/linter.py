@@ -21,11 +21,13 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import functools
 import inspect
+import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from nki_sim.lint.scope import (
     scope_of,
     unwrap,
 )
-from nki_sim.lint.values import ValueLinter
+from nki_sim.lint.values import ValueLinter, results_of
 
 _BUILTINS = frozenset(
     {"isinstance", "type", "slice", "print", "min", "max", "abs", "str", "bool", "int", "float"}
@@ -130,12 +132,18 @@ class _FunctionLinter(ast.NodeVisitor):
     """Collects the findings of one function that runs inside a kernel."""
 
     def __init__(
-        self, path: str, dialect: Dialect, defined: frozenset[str], first_line: int
+        self,
+        path: str,
+        dialect: Dialect,
+        defined: frozenset[str],
+        first_line: int,
+        results: Mapping[str, str],
     ) -> None:
         self.path = path
         self.dialect = dialect
         self.defined = defined  # names that hide a built-in
         self.first_line = first_line
+        self.results = results  # of the functions of the file
         self.findings: list[Finding] = []
         self._dynamic_loops = 0  # dynamic loops around the current statement
         self._static_loops = 0  # static loops inside the innermost dynamic one
@@ -175,7 +183,8 @@ class _FunctionLinter(ast.NodeVisitor):
     def lint_function(self, node: FunctionNode, *, inner: bool = False) -> None:
         """Check the signature, the decorators and the body of one function."""
         if not inner:
-            ValueLinter(self.report, is_parsed=self.dialect == "0.6").lint(node)
+            is_parsed = self.dialect == "0.6"
+            ValueLinter(self.report, is_parsed=is_parsed, results=self.results).lint(node)
         is_loop_body = inner and node.name in self._loop_bodies
         if isinstance(node, ast.AsyncFunctionDef):
             self.report("NKI008", node, node.name)
@@ -395,8 +404,10 @@ def lint_source(
     else:
         nodes = kernel_side(tree)
     findings: list[Finding] = []
+    results = results_of(tree)
     for node in nodes:
-        linter = _FunctionLinter(path, dialect, frozenset(top_names | local_names(node)), 1)
+        defined = frozenset(top_names | local_names(node))
+        linter = _FunctionLinter(path, dialect, defined, 1, results)
         if isinstance(node, ast.ClassDef):
             _lint_class(linter, node)
         else:
@@ -449,6 +460,7 @@ def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "0.7") -> list
             dialect,
             frozenset(set(scope) | local_names(node)),
             max(first_line, 1),
+            _results_in(inspect.getsourcefile(item)),
         )
         if isinstance(node, ast.ClassDef):
             _lint_class(linter, node)
@@ -457,6 +469,13 @@ def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "0.7") -> list
         findings += linter.findings
         pending.extend(references(node, scope))
     return sorted(findings)
+
+
+@functools.cache
+def _results_in(path: str | None) -> dict[str, str]:
+    """Return `results_of` a file of functions."""
+    source = "".join(linecache.getlines(path or ""))
+    return results_of(ast.parse(source))
 
 
 def _print(lines: Iterable[object]) -> None:

@@ -1,8 +1,8 @@
 """Values that only the device knows, and what Python may do with them: the linter's second pass.
 
 A name is followed inside its function only, and only if everything assigned to it is such a value:
-a tensor of `nki.language`, a register, a scalar, the counter of a loop. So what is reported is
-certain; a tensor that comes out of another function is not seen.
+a tensor of `nki.language`, a register, a scalar, the counter of a loop, or the result of a function
+of the same file that always returns one. So what is reported is certain.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class ValueLinter(ast.NodeVisitor):
         report: takes a rule, a node and a detail.
         is_parsed: whether the front end is that of NKI 0.6, where `while register:` is a loop and
             a tensor as a condition means that it is not None.
+        results: kinds of what the functions of the file return, of `results_of`.
     """
 
-    def __init__(self, report: Report, *, is_parsed: bool) -> None:
+    def __init__(self, report: Report, *, is_parsed: bool, results: Mapping[str, str]) -> None:
         self.report = report
         self.is_parsed = is_parsed
-        self._kinds: dict[str, str] = {}
+        self._kinds = {f"{name}()": kind for name, kind in results.items()}
         self._bodies: dict[str, str] = {}
         self._own: frozenset[str] = frozenset()  # names of the present loop body
         self._names: set[str] | None = None  # of instructions, in a loop body
@@ -64,7 +65,8 @@ class ValueLinter(ast.NodeVisitor):
     def _enter(self, node: FunctionNode, loop: str) -> None:
         state = self._kinds, self._bodies, self._own, self._names, self._python_loops
         local = local_names(node)
-        outer = {name: kind for name, kind in self._kinds.items() if name not in local}
+        hidden = local | {f"{name}()" for name in local}
+        outer = {name: kind for name, kind in self._kinds.items() if name not in hidden}
         self._kinds = _kinds_in(node, outer, loop)
         self._bodies = dict(loop_bodies(node))
         if loop:
@@ -228,6 +230,8 @@ def kind_of(node: ast.AST, kinds: Mapping[str, str]) -> str:
         return "scalar" if "scalar" in sides and not sides - {"scalar", ""} else ""
     if isinstance(node, ast.Call):
         module, _, name = dotted(node.func).rpartition(".")
+        if isinstance(node.func, ast.Name):
+            return kinds.get(f"{name}()", "")
         if module in _LANGUAGE and name in _TENSORS:
             return "tensor"
         if module in _ISA and name in ("register_alloc", "scalar_load"):
@@ -235,6 +239,25 @@ def kind_of(node: ast.AST, kinds: Mapping[str, str]) -> str:
         if isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS:
             return "tensor" if kind_of(node.func.value, kinds) == "tensor" else ""
     return ""
+
+
+def results_of(tree: ast.Module) -> dict[str, str]:
+    """Return the kinds of what the functions of a file return, where it is always the same."""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    results: dict[str, str] = {}
+    for _ in range(3):  # functions that return what functions return
+        for node in functions:
+            kinds = _kinds_in(node, {f"{name}()": kind for name, kind in results.items()}, "")
+            parts = list(_without_functions(node.body))
+            found = {
+                "" if part.value is None else kind_of(part.value, kinds)
+                for part in parts
+                if isinstance(part, ast.Return)
+            }
+            is_plain = not any(isinstance(part, ast.Yield | ast.YieldFrom) for part in parts)
+            if len(found) == 1 and is_plain and not node.decorator_list:
+                results[node.name] = found.pop()
+    return {name: kind for name, kind in results.items() if kind}
 
 
 def _kinds_in(node: FunctionNode, outer: Mapping[str, str], loop: str) -> dict[str, str]:
@@ -267,6 +290,8 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         for target in node.targets:
             if isinstance(target, ast.Name):
                 yield target.id, node.value
+            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from _pairs(target, node.value)
             elif isinstance(target, ast.Tuple | ast.List):
                 yield from _stored(target)
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -277,6 +302,19 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         yield from _stored(node.target)
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         yield from _stored(node.optional_vars)
+
+
+def _pairs(target: ast.Tuple, value: ast.Tuple) -> Iterator[tuple[str, ast.expr | None]]:
+    """Give the names of a tuple of targets with what each of them gets."""
+    has_star = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+    if has_star or len(target.elts) != len(value.elts):
+        yield from _stored(target)
+        return
+    for part, given in zip(target.elts, value.elts, strict=True):
+        if isinstance(part, ast.Name):
+            yield part.id, given
+        else:
+            yield from _stored(part)
 
 
 def _stored(node: ast.AST) -> Iterator[tuple[str, None]]:
