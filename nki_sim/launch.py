@@ -1,8 +1,8 @@
 """Running a kernel: `jit`, `simulate`, `run`, and what comes back.
 
 Kernels called with NumPy or torch tensors outside a running kernel are simulated; inside one they
-are plain functions. Inputs are shared with the caller: a kernel that writes an input changes the
-caller's array, as on the device.
+are plain functions. Inputs are shared with the caller while the kernel runs; what a kernel writes to
+an input comes back only if it returns that tensor, and the caller's array stays as it was.
 """
 
 from __future__ import annotations
@@ -274,18 +274,21 @@ def _launch(
             _locate(error)
             raise
 
-    with one_blas_thread(), np.errstate(all="ignore"):
-        if len(machine.cores) == 1:
-            results = [program(machine.cores[0])]
-        else:
-            machine.scheduler = scheduler = Scheduler(machine)
-            results = scheduler.run(program)
-    _apply_schedule(machine.trace, kernel.schedule)
-    check_flow(machine)
-    check_races(machine)
-    check_capacity(machine)
-    per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
-    outputs = [_collect(machine, value, uses_torch) for value in per_rank]
+    try:
+        with one_blas_thread(), machine.float_flags.watch(is_on=machine.watches_numbers):
+            if len(machine.cores) == 1:
+                results = [program(machine.cores[0])]
+            else:
+                machine.scheduler = scheduler = Scheduler(machine)
+                results = scheduler.run(program)
+        _apply_schedule(machine.trace, kernel.schedule)
+        check_flow(machine)
+        check_races(machine)
+        check_capacity(machine)
+        per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
+        outputs = [_collect(machine, value, uses_torch) for value in per_rank]
+    finally:
+        machine.restore_inputs()
     return Run(outputs[0] if single else outputs, machine.trace, options, machine)
 
 
@@ -399,7 +402,7 @@ def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
             )
     if not alloc.known:
         return TensorSpec(tensor.shape, tensor.dtype)
-    array = tensor.array()
+    array = tensor.array() if alloc.original is None else tensor.array().copy()
     if not alloc.defined.covers(geometry.box, geometry.walk):
         holes = ~alloc.defined.elements_of(geometry.walk)
         machine.find(

@@ -42,6 +42,9 @@ class SimOptions:
             of a tensor, where token lists put their padding, which is reported.
         out_of_bounds: "error", or "clamp": dynamic indices of DMA are limited to the tensor, for
             finding the shapes of outputs with made-up inputs.
+        numbers: findings about values that overflow or saturate in a narrower type or become
+            infinite, integers that float32 rounds, and the first NaN, if all inputs are finite; in
+            mode "full" only.
         mx_headroom: powers of two that quantize_mx leaves free above the largest magnitude: 1, or
             0 for kernels written for NKI before 0.5.
         start_core: the core that runs first; results must not depend on it.
@@ -62,6 +65,7 @@ class SimOptions:
     accumulate: Policy = "error"
     scatter: Policy = "error"
     out_of_bounds: Literal["error", "clamp"] = "error"
+    numbers: Literal["report", "off"] = "report"
     mx_headroom: int = 1
     start_core: int = 0
     preempt: float = 0.0

@@ -22,6 +22,7 @@ from nki_sim.isa._checks import (
 )
 from nki_sim.isa._instruction import instruction
 from nki_sim.machine import Core, NkiInstruction, NkiTensor, SequencerValue
+from nki_sim.machine.numbers import watch_narrowing
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
 # (assumed: the compiler's choice is not published).
@@ -101,6 +102,8 @@ def memset(
                 core.location(),
                 f"memset of a {dtype} tile with the float {value!r}; an int is expected",
             )
+    elif dtype.is_float:
+        watch_narrowing(np.array([value], np.float32), dtype)
     in_psum = dst._alloc.space == tr.PSUM
     small = dst.geometry.elements <= _GPSIMD_MEMSET_ELEMENTS
     default = Engine.vector if in_psum or small else Engine.gpsimd

@@ -16,6 +16,7 @@ class _Ambient(Protocol):
     """What a register or a tensor may ask of the core it is used on."""
 
     nki: str
+    watches_numbers: bool
 
     def while_condition(self, register: Any) -> bool:
         """Serve ``while register:``."""

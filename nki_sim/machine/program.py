@@ -118,6 +118,7 @@ class Program:
     Attributes:
         machine, trace, options, target, nki: shared by all cores.
         full: whether floating-point arithmetic is carried out.
+        watches_numbers: whether to look for what overflows, and the like, now.
         rank, id: rank in the collective group, core within the rank.
         index: position among all cores of the launch.
         clock: vector clock over all cores; its own entry counts its meetings.
@@ -137,6 +138,7 @@ class Program:
         self.target = machine.target
         self.nki = machine.nki
         self.full = machine.full
+        self.watches_numbers = machine.watches_numbers
         self.rank = rank
         self.id = core
         self.index = rank * machine.lnc + core

@@ -82,7 +82,8 @@ class Scheduler:
         self._turn[core.index].acquire()
         try:
             if self._failure is None:
-                with np.errstate(all="ignore"):
+                watches = self.machine.watches_numbers
+                with self.machine.float_flags.watch(is_on=watches):
                     results[core.index] = program(core)
         except _Abandoned:
             pass

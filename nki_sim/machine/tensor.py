@@ -29,6 +29,7 @@ from nki_sim.errors import (
 from nki_sim.machine.ambient import running
 from nki_sim.machine.geometry import Geometry, contiguous_strides, find_geometry, memory_range
 from nki_sim.machine.memory import Allocation, MemoryRegion
+from nki_sim.machine.numbers import watch_integers, watch_narrowing
 from nki_sim.machine.registers import DynamicSlice, SequencerValue
 from nki_sim.machine.views import Dynamic, Views
 from nki_sim.trace import HBM, Trace
@@ -234,11 +235,16 @@ class NkiTensor(Views):
 
     def f32(self) -> Array:
         """Return the elements as float32 [partitions, elements per partition]."""
-        return dtypes.to_float32(self.flat())
+        values = self.flat()
+        if self.dtype.itemsize == 4 and self.dtype.is_integer:
+            watch_integers(values)
+        return dtypes.to_float32(values)
 
     def store(self, values: Array) -> None:
         """Round `values` to the element type and write them; shapes may differ in rank."""
         array = self.array()
+        if values.dtype != array.dtype:
+            watch_narrowing(values, self.dtype)
         if not dtypes.is_cast(values.dtype, self.dtype):
             values = dtypes.convert(values, self.dtype)
         if values.shape != array.shape:
