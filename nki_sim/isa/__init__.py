@@ -19,6 +19,7 @@ from nki_sim.constants import (
     unknown_engine,
     vector_engine,
 )
+from nki_sim.dialects import old_names
 from nki_sim.errors import NkiValidationError
 from nki_sim.isa.dma import dma_compute, dma_copy, dma_transpose
 from nki_sim.isa.gpsimd import (
@@ -76,6 +77,7 @@ from nki_sim.isa.vector_select import (
 from nki_sim.machine import NkiInstruction, NkiScalar, VirtualRegister
 
 tensor_engine = engine.tensor  # not the file of that name
+globals().update(old_names("nisa"))
 
 __all__ = [
     "NkiInstruction",

@@ -14,12 +14,13 @@ from nki_sim.machine import Core, NkiInstruction, NkiScalar, NkiTensor, VirtualR
 from nki_sim.machine.tensor import check_defined
 
 
-def _note(core: Core, op: str, tensor: NkiTensor | None, is_store: bool = False) -> NkiInstruction:
-    """Append a register instruction to the trace."""
+def _note(
+    core: Core, op: str, tensor: NkiTensor | None, name: str | None = None
+) -> NkiInstruction:
+    """Append a register instruction to the trace, under another name with the same price."""
     space = -1 if tensor is None else tensor._alloc.space
     ids = () if tensor is None else (tensor.range_id(core.trace),)
-    facts = tr.ControlFacts(op, space)
-    index = core.emit(op, tr.SYNC, facts, () if is_store else ids, ids if is_store else ())
+    index = core.emit(name or op, tr.SYNC, tr.ControlFacts(op, space), ids, ())
     if tensor is not None and space == tr.SBUF and not tensor._alloc.counted:
         core.count_sbuf(tensor._alloc)
     return NkiInstruction(index, core.trace)
@@ -121,7 +122,7 @@ def scalar_load(core: Core, src: NkiTensor) -> NkiScalar:
     source = _integer(core, "src", src)
     check_defined(source)
     value = int(source.array().reshape(-1)[0])
-    _note(core, "register_load", source)
+    _note(core, "register_load", source, "scalar_load")
     if source._alloc.shared_log is not None:
         source._alloc.shared_log.read(core, source, core.line)
     return NkiScalar(value, source.dtype)

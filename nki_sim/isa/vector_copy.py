@@ -9,6 +9,7 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
+from nki_sim.dtypes import as_dtype
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa._checks import (
     ENGINE_IDS,
@@ -36,12 +37,19 @@ def tensor_copy(
     src: NkiTensor,
     engine: Any = Engine.unknown,
     name: str | None = None,
+    dtype: Any = None,
 ) -> NkiInstruction:
     """Copy a tile on chip: the same bits for equal types, through float32 otherwise.
 
-    The Scalar engine copies from gen3 on (nki.isa.tensor_copy, NKI 0.6).
+    The Scalar engine copies from gen3 on (nki.isa.tensor_copy, NKI 0.6). `dtype`, which tutorials
+    still write, is that of dst.
     """
     # Constraints.
+    if dtype is not None:
+        if as_dtype(dtype) != dst.dtype:
+            raise IllegalOperand("dtype", f"{dst.dtype} like dst, or nothing", str(dtype))
+        text = "dtype of tensor_copy is a word of NKI 0.1; the type of dst says it"
+        core.machine.find("deprecated", core.location(), text)
     check_on_chip(("dst", dst), ("src", src))
     check_same_partitions(("src", src), ("dst", dst))
     check_same_elements(("src", src), ("dst", dst))

@@ -28,9 +28,11 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nki_sim.lint.older import old_uses
 from nki_sim.lint.rules import DIALECTS, RULES, Dialect, Finding, Rule, Severity
 from nki_sim.lint.scope import (
     FunctionNode,
@@ -344,6 +346,21 @@ class _FunctionLinter(ast.NodeVisitor):
             self.report("NKI028", node, repr(value))
 
 
+def _older(tree: ast.AST, path: str, dialect: Dialect, first_line: int = 1) -> list[Finding]:
+    """Return the findings about names of older dialects."""
+    findings = []
+    for use in old_uses(tree):
+        known = use.old._asdict()
+        rule = RULES[use.rule]
+        rule = replace(rule, why=rule.why.format(**known), accepted=rule.accepted.format(**known))
+        severity = rule.severity(dialect)
+        line, column = getattr(use.node, "lineno", 1), getattr(use.node, "col_offset", 0)
+        if severity is not None:
+            place = (path, line + first_line - 1, column + 1)
+            findings.append(_finding(rule, severity, *place, use.name))
+    return findings
+
+
 def _lint_class(linter: _FunctionLinter, node: ast.ClassDef) -> None:
     unknown = [base for base in node.bases if dotted(base) not in _BASES]
     for base in unknown:
@@ -413,7 +430,7 @@ def lint_source(
         else:
             linter.lint_function(node)
         findings += linter.findings
-    return sorted(findings)
+    return sorted(findings + _older(tree, path, dialect))
 
 
 def lint_file(
@@ -467,6 +484,7 @@ def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "0.7") -> list
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             linter.lint_function(node)
         findings += linter.findings
+        findings += _older(node, linter.path, dialect, linter.first_line)
         pending.extend(references(node, scope))
     return sorted(findings)
 

@@ -308,5 +308,20 @@ _RULE_LIST = (
         tracer="error",
         parser=None,
     ),
+    Rule(
+        "NKI047",
+        "name of an older dialect",
+        "it is of {dialect}, gone since NKI {gone}",
+        "Use {instead}.",
+        tracer="error",
+    ),
+    Rule(
+        "NKI048",
+        "module of an older dialect",
+        "it is of {dialect}, gone since NKI {gone}",
+        "Use {instead}.",
+        tracer="warning",
+        parser="warning",
+    ),
 )
 RULES = {rule.id: rule for rule in _RULE_LIST}

@@ -122,7 +122,7 @@ class Program:
         rank, id: rank in the collective group, core within the rank.
         index: position among all cores of the launch.
         clock: vector clock over all cores; its own entry counts its meetings.
-        grid_ndim: 1 for a kernel launched with brackets, else 0.
+        grid: cores by axis of the launch; empty for a kernel launched without brackets.
         loop_depth: dynamic loops around the present instruction.
         no_reorder: `nl.no_reorder` blocks around it.
         births: tensors and registers made so far.
@@ -144,7 +144,7 @@ class Program:
         self.index = rank * machine.lnc + core
         self.clock = [0] * (machine.lnc * machine.num_ranks)
         self.clock[self.index] = 1
-        self.grid_ndim = 0
+        self.grid: tuple[int, ...] = ()
         self.loop_depth = 0
         self.no_reorder = 0
         self.births = 0

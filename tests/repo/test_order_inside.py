@@ -9,6 +9,7 @@ from tests.repo.source import PACKAGES, Module
 
 _SIM_BASE = {
     "errors",
+    "dialects",
     "options",
     "dtypes",
     "constants",
@@ -27,7 +28,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "isa": _SIM_BASE | {"machine"},
         "language": _SIM_BASE | {"machine", "isa"},
         "time": {"trace", "hardware"},
-        "lint": set(),
+        "lint": {"dialects"},
         **dict.fromkeys(("collectives", "launch", "provide", "testing"), _SIM_TOP),
     },
     "nki_kernels": {
