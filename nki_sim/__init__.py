@@ -1,8 +1,9 @@
 """nki_sim: NKI kernels on a CPU, with the meaning, the rules and the time of the hardware.
 
 Rooms from low to high; nothing imports upward: `errors`, `dialects`, `options`, `dtypes`,
-`constants`, `hardware`, `targets` and `trace`; `machine`; `isa`; `language`; then `collectives`, `launch`,
-`provide` and `testing`. `time` reads `trace` and `hardware` alone, and `lint` reads `dialects`.
+`constants`, `hardware`, `targets` and `trace`; `machine`; `isa`; `language`; then `collectives`,
+`launch`, `provide`, `testing`, `own_kernel` and `pytest_plugin`; `__main__` on top. `time` reads
+`trace` and `hardware` alone, and `lint` reads `dialects`.
 """
 
 from nki_sim.errors import (

@@ -80,9 +80,11 @@ class OldName:
         self._old = OLD_NAMES[module][name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise OldDialectError."""
         refuse_old(self._name, self._old)
 
     def __getitem__(self, key: Any) -> NoReturn:
+        """Raise OldDialectError."""
         refuse_old(self._name, self._old)
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """Running a kernel: `jit`, `simulate`, `run`, and what comes back.
 
 Kernels called with NumPy or torch tensors outside a running kernel are simulated; inside one they
-are plain functions. Inputs are shared with the caller while the kernel runs; what a kernel writes to
-an input comes back only if it returns that tensor, and the caller's array stays as it was.
+are plain functions. Inputs are shared with the caller while the kernel runs; what a kernel writes
+to an input comes back only if it returns that tensor, and the caller's array stays as it was.
 """
 
 from __future__ import annotations

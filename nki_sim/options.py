@@ -19,8 +19,8 @@ class SimOptions:
 
     Attributes:
         nki: the language, "0.7" (kernels are traced by Python) or "0.6" (parsed: `nl.dynamic_range`
-            and `while register:` exist, and a tensor as a condition means "is not None"); None takes
-            NKI_COMPILER_FRONTEND, where "custom" and "parser" mean 0.6, else 0.7.
+            and `while register:` exist, and a tensor as a condition means "is not None"); None
+            takes NKI_COMPILER_FRONTEND, where "custom" and "parser" mean 0.6, else 0.7.
         target: "trn1", "trn2" or "trn3"; None takes NEURON_PLATFORM_TARGET_OVERRIDE, else trn2.
         mode: "full", or "indices": integers, registers, control flow and addresses are exact,
             floating-point arithmetic is skipped but for what comes from integers or from small

@@ -10,8 +10,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any, Final
 
 from nki_sim import collectives, constants, dtypes, isa
-from nki_sim.language import api as language
 from nki_sim.dialects import old_names
+from nki_sim.language import api as language
 from nki_sim.launch import AddressRotation, CompileConfig, SpecializationConfig, jit, simulate
 from nki_sim.machine import NkiTensor
 
@@ -89,8 +89,8 @@ def _modules() -> dict[str, types.ModuleType]:
     # `nki.dtype` is a module with the types, and an annotation.
     dtype_names = {str(d): d for d in dtypes.ALL} | {"DType": dtypes.DType, "bool_": dtypes.bool_}
     annotations = {"tensor": any_type, "mutable_tensor": any_type}
-    compiler = {each.__name__: each for each in (AddressRotation, CompileConfig)}
-    compiler["SpecializationConfig"] = SpecializationConfig
+    compiler: tuple[type, ...] = (AddressRotation, CompileConfig, SpecializationConfig)
+    configs = {each.__name__: each for each in compiler}
     built = [
         _module("nki", {"jit": jit, "simulate": simulate} | old_names("nki"), "NKI, simulated."),
         _same("nki.language", language),
@@ -98,7 +98,7 @@ def _modules() -> dict[str, types.ModuleType]:
         _same("nki.isa.constants", constants),
         _same("nki.collectives", collectives),
         _module("nki.typing", annotations, "Annotation types."),
-        _module("nki.compiler", compiler, "What nki.jit takes for the compiler, not simulated."),
+        _module("nki.compiler", configs, "What nki.jit takes for the compiler, not simulated."),
         _module("nki.dtype", dtype_names, "Element types."),
         _module("nki.tensor", {"NkiTensor": NkiTensor}, "Tensors."),
         _module("neuronxcc", {}, "Name of the package before NKI 0.1."),

@@ -14,9 +14,7 @@ from nki_sim.machine import Core, NkiInstruction, NkiScalar, NkiTensor, VirtualR
 from nki_sim.machine.tensor import check_defined
 
 
-def _note(
-    core: Core, op: str, tensor: NkiTensor | None, name: str | None = None
-) -> NkiInstruction:
+def _note(core: Core, op: str, tensor: NkiTensor | None, name: str | None = None) -> NkiInstruction:
     """Append a register instruction to the trace, under another name with the same price."""
     space = -1 if tensor is None else tensor._alloc.space
     ids = () if tensor is None else (tensor.range_id(core.trace),)

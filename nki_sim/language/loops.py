@@ -1,9 +1,10 @@
 """Dynamic loops: `nl.fori_loop` and `nl.while_loop`, and of NKI 0.6 `nl.dynamic_range`.
 
 The body runs once per trip on the current values, as the hardware would; `machine/program.py` notes
-begin, trips and end, and serves the fourth form, ``while register:`` of NKI 0.6. A trip that issues other
-instructions than the first, because Python state changed, is refused: the compiler sees the body
-once. A loop left by break or return is found when the kernel ends; continue only by the linter.
+begin, trips and end, and serves the fourth form, ``while register:`` of NKI 0.6. A trip that issues
+other instructions than the first, because Python state changed, is refused: the compiler sees the
+body once. A loop left by break or return is found when the kernel ends; continue only by the
+linter.
 """
 
 from __future__ import annotations

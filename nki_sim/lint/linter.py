@@ -2,10 +2,9 @@
 
 This module walks the syntax tree of kernels. NKI 0.7 lets Python run a kernel, so its rules are
 those on values that only the device knows (`values.py`), on loops and on their bodies. NKI 0.6
-reads a subset of Python, which a simulator, running plain Python, cannot check; the rules follow the NKI language guide (aws-neuron-sdk, nki/get-started/
-nki-language-guide.rst) and, where the guide is silent, the open front end KLR (KLR/NKI/
-Simplify.lean), which is the stricter reading. What only types can tell (an operator applied to a
-tensor, a method of a list) is not checked here.
+reads a subset of Python, which a simulator, running plain Python, cannot check; the rules follow
+the NKI language guide (aws-neuron-sdk, nki/get-started/nki-language-guide.rst) and, where the guide
+is silent, the open front end KLR (KLR/NKI/Simplify.lean), which is the stricter reading.
 
 Only code that runs inside a kernel is checked: functions decorated with ``nki.jit``, functions that
 issue ``nki.isa`` or ``nki.collectives`` operations, whatever these reach by name, and the record
@@ -46,7 +45,7 @@ from nki_sim.lint.scope import (
     scope_of,
     unwrap,
 )
-from nki_sim.lint.values import ValueLinter, results_of
+from nki_sim.lint.values import lint_values, results_of
 
 _BUILTINS = frozenset(
     {"isinstance", "type", "slice", "print", "min", "max", "abs", "str", "bool", "int", "float"}
@@ -186,7 +185,7 @@ class _FunctionLinter(ast.NodeVisitor):
         """Check the signature, the decorators and the body of one function."""
         if not inner:
             is_parsed = self.dialect == "0.6"
-            ValueLinter(self.report, is_parsed=is_parsed, results=self.results).lint(node)
+            lint_values(node, self.report, is_parsed=is_parsed, results=self.results)
         is_loop_body = inner and node.name in self._loop_bodies
         if isinstance(node, ast.AsyncFunctionDef):
             self.report("NKI008", node, node.name)

@@ -26,7 +26,6 @@ class Rule:
     parser: Severity | None = "error"
     house: Severity | None = "error"
 
-
     def severity(self, dialect: Dialect) -> Severity | None:
         """How bad it is in a dialect."""
         return {"0.7": self.tracer, "0.6": self.parser, "house": self.house}[dialect]
@@ -53,9 +52,7 @@ class Finding:
 
 
 _RULE_LIST = (
-    Rule(
-        "NKI000", "syntax error", "the file is no Python", "Correct it first.", tracer="error"
-    ),
+    Rule("NKI000", "syntax error", "the file is no Python", "Correct it first.", tracer="error"),
     Rule("NKI001", "try", "kernels have no exceptions", "Check arguments on the host."),
     Rule(
         "NKI002",

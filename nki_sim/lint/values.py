@@ -35,17 +35,25 @@ _GROWS: Final = frozenset({"append", "extend", "insert", "pop", "remove", "clear
 _TENSOR_TYPES: Final = frozenset({"ndarray", "NkiTensor"})
 
 
-class ValueLinter(ast.NodeVisitor):
-    """Reports conditions, numbers and operators of values that only the device knows.
+def lint_values(
+    node: FunctionNode, report: Report, *, is_parsed: bool, results: Mapping[str, str]
+) -> None:
+    """Report conditions, numbers and operators of values that only the device knows.
 
     Args:
+        node: a function that runs inside a kernel.
         report: takes a rule, a node and a detail.
         is_parsed: whether the front end is that of NKI 0.6, where `while register:` is a loop and
             a tensor as a condition means that it is not None.
         results: kinds of what the functions of the file return, of `results_of`.
     """
+    _ValueLinter(report, is_parsed, results).lint(node)
 
-    def __init__(self, report: Report, *, is_parsed: bool, results: Mapping[str, str]) -> None:
+
+class _ValueLinter(ast.NodeVisitor):
+    """Walks a function; see `lint_values`."""
+
+    def __init__(self, report: Report, is_parsed: bool, results: Mapping[str, str]) -> None:
         self.report = report
         self.is_parsed = is_parsed
         self._kinds = {f"{name}()": kind for name, kind in results.items()}
@@ -86,9 +94,7 @@ class ValueLinter(ast.NodeVisitor):
     # Bodies of loops.
 
     def _check_body(self, node: FunctionNode, loop: str) -> None:
-        returns = [
-            part for part in _without_functions(node.body) if isinstance(part, ast.Return)
-        ]
+        returns = [part for part in _without_functions(node.body) if isinstance(part, ast.Return)]
         gives = [part for part in returns if part.value is not None and not _is_none(part.value)]
         if loop == "fori_loop" and gives:
             self.report("NKI041", gives[0], f"{node.name} of fori_loop returns a value")
@@ -189,11 +195,8 @@ class ValueLinter(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = dotted(node.func)
-        if name in _NUMBERS:
-            for value in node.args:
-                if self.kind(value):
-                    self.report("NKI039", node, ast.unparse(node))
-                    break
+        if name in _NUMBERS and any(self.kind(value) for value in node.args):
+            self.report("NKI039", node, ast.unparse(node))
         if last_name(node.func) == "fori_loop":
             step = _argument(node, 3, "step")
             if step is not None and self.kind(step):
@@ -294,10 +297,9 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
                 yield from _pairs(target, node.value)
             elif isinstance(target, ast.Tuple | ast.List):
                 yield from _stored(target)
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id, node.value
-    elif isinstance(node, ast.NamedExpr):
-        yield node.target.id, node.value
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+        if isinstance(node.target, ast.Name):
+            yield node.target.id, node.value
     elif isinstance(node, ast.For | ast.comprehension):
         yield from _stored(node.target)
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:

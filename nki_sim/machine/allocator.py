@@ -226,7 +226,9 @@ class Allocator(Program):
         alloc.is_input = False
         if alloc.has_data:
             alloc.original = alloc.data.copy()
-        text = f"{alloc.name} is an input that the kernel writes; the caller's array stays as it was"
+        text = (
+            f"{alloc.name} is an input that the kernel writes; the caller's array stays as it was"
+        )
         self.note("written", text)
 
     def clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:

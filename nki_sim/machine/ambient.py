@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from nki_sim.options import Version
+
 
 class _Ambient(Protocol):
     """What a register or a tensor may ask of the core it is used on."""
 
-    nki: str
+    nki: Version
     watches_numbers: bool
 
     def while_condition(self, register: Any) -> bool:

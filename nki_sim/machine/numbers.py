@@ -42,14 +42,16 @@ class FloatFlags:
     def watch(self, *, is_on: bool) -> np.errstate:
         """Return the context in which arithmetic raises these flags, and never warns."""
         mode: Any = "call" if is_on else "ignore"
-        return np.errstate(divide="ignore", under="ignore", over=mode, invalid=mode, call=self._take)
+        return np.errstate(
+            divide="ignore", under="ignore", over=mode, invalid=mode, call=self._take
+        )
 
     def _take(self, _: str, flag: int) -> None:
         self.raised |= flag
 
 
 def watch_narrowing(values: Array, dtype: DType) -> None:
-    """Keep a finding if some of `values` overflow, saturate or are rounded as integers in `dtype`."""
+    """Keep a finding if some of `values` overflow, saturate or are rounded integers in `dtype`."""
     core = running()
     if core is None or not core.watches_numbers or not values.size:
         return

@@ -41,7 +41,7 @@ class SequencerValue:
         """Return the value with its sign."""
         raise NotImplementedError
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: Any) -> Any:
         raise LanguageError("register", "a number known at compile time", self._what, self._uses)
 
     def refuse_condition(self) -> NoReturn:

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from nki_sim.errors import DeadlockError, DivergenceError
 from nki_sim.machine.core import Core, Machine
 

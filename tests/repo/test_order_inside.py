@@ -29,7 +29,11 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "language": _SIM_BASE | {"machine", "isa"},
         "time": {"trace", "hardware"},
         "lint": {"dialects"},
-        **dict.fromkeys(("collectives", "launch", "provide", "testing"), _SIM_TOP),
+        **dict.fromkeys(
+            ("collectives", "launch", "provide", "testing", "own_kernel", "pytest_plugin"),
+            _SIM_TOP,
+        ),
+        "__main__": _SIM_TOP | {"lint", "own_kernel"},
     },
     "nki_kernels": {
         "common": set(),

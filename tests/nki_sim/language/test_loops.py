@@ -15,7 +15,6 @@ from nki_sim.language import api as nl
 from nki_sim.machine import VirtualRegister
 from nki_sim.machine.trips import changing_names
 
-
 pytestmark = pytest.mark.usefixtures("nki_0_6")
 
 

@@ -471,7 +471,7 @@ def test_in_nki_0_6_a_tensor_is_there_and_its_element_is_no_condition(tmp_path: 
         assert "NKI038" in errors(lint_file(path, dialect="0.6"))
         with pytest.raises(LanguageError, match="condition known at compile time"):
             run(path, options)
-    with pytest.raises(LanguageError, match="registers in NKI 0.6"):
+    with pytest.raises(LanguageError, match="registers in NKI"):
         run(write(RUNS["scalar-wraps"], tmp_path), options)
 
 
@@ -483,7 +483,7 @@ def test_the_vendors_variable_chooses_the_front_end(
         monkeypatch.setenv("NKI_COMPILER_FRONTEND", name)
         assert run(path) == LOOP_GIVES
     monkeypatch.setenv("NKI_COMPILER_FRONTEND", "tracer")
-    with pytest.raises(LanguageError, match="nl.fori_loop"):
+    with pytest.raises(LanguageError, match="expected nl"):
         run(path)
     monkeypatch.setenv("NKI_COMPILER_FRONTEND", "new")
     with pytest.raises(ValueError, match="NKI_COMPILER_FRONTEND='new'"):
