@@ -45,12 +45,11 @@ def tensor_copy(
     still write, is that of dst.
     """
     # Constraints.
+    check_on_chip(("dst", dst), ("src", src))
     if dtype is not None:
-        if as_dtype(dtype) != dst.dtype:
-            raise IllegalOperand("dtype", f"{dst.dtype} like dst, or nothing", str(dtype))
+        _check_dtype(dtype, dst)
         text = "dtype of tensor_copy is a word of NKI 0.1; the type of dst says it"
         core.machine.find("deprecated", core.location(), text)
-    check_on_chip(("dst", dst), ("src", src))
     check_same_partitions(("src", src), ("dst", dst))
     check_same_elements(("src", src), ("dst", dst))
     chosen = check_engine(
@@ -80,6 +79,15 @@ def tensor_copy(
             dst.store(src.f32())
 
     return core.issue("tensor_copy", ENGINE_IDS[chosen], facts, (dst,), (src,), meaning, name)
+
+
+def _check_dtype(dtype: Any, dst: NkiTensor) -> None:
+    try:
+        is_same = as_dtype(dtype) == dst.dtype
+    except TypeError:
+        is_same = False
+    if not is_same:
+        raise IllegalOperand("dtype", f"{dst.dtype} like dst, or nothing", repr(dtype))
 
 
 @instruction
