@@ -37,26 +37,35 @@ OLD_NAMES: Final[dict[str, dict[str, Old]]] = {
     "nl": {
         "arange": _beta("slices and nl.ds(start, size)"),
         "atomic_rmw": _beta("nisa.dma_compute with dst among its sources"),
+        "loop_reduce": _beta("nisa.tensor_tensor into a tile made before the loop"),
         "mgrid": _beta("slices and nl.ds(start, size)"),
         "nc": _beta("kernel[2] for two cores"),
         "par_dim": _beta("a plain first axis; a Python list of tiles for axes before it"),
         "spmd_dim": _beta("kernel[2] for two cores, loops for other axes"),
+        "static_cast": _beta("nisa.tensor_copy into a tile of the type"),
     },
     "nisa": {
         "tensor_copy_dynamic_dst": Old("NKI 0.3 (April 2026)", "0.4", ".ap(scalar_offset=)"),
         "tensor_copy_dynamic_src": Old("NKI 0.3 (April 2026)", "0.4", ".ap(scalar_offset=)"),
     },
 }
-# Parameters of instructions.
+# Parameters of instructions and helpers.
 OLD_PARAMETERS: Final[dict[str, Old]] = {
+    "directives": _beta("a plain range"),
     "dst_rmw_op": Old("NKI 0.2", "0.3", "nisa.dma_compute"),
     "dtype": _beta("the type of dst"),
     "mask": _beta("slices that end at the edge, min(size, left)"),
     "num_channels": Old("NKI 0.3 (April 2026)", "0.4", "channel_ids"),
+    "precise_schedule": _beta("a plain range"),
     "use_gpsimd_dma": Old("NKI 0.2", "0.3", "dma_engine=nisa.dma_engine.gpsimd_dma"),
 }
 NO_DST: Final = _beta("a tile as dst, allocated before: nisa.{name}(dst=tile, ...)")
 MODULE: Final = Old("NKI up to 0.3", "0.4", "import nki")
+
+
+def refusal(name: str, old: Old) -> OldDialectError:
+    """Return the error about an old name."""
+    return OldDialectError(name, old.instead, f"{old.dialect}, gone since NKI {old.gone}")
 
 
 def refuse_old(name: str, old: Old) -> NoReturn:
@@ -65,7 +74,7 @@ def refuse_old(name: str, old: Old) -> NoReturn:
     Raises:
         OldDialectError: always.
     """
-    raise OldDialectError(name, old.instead, f"{old.dialect}, gone since NKI {old.gone}")
+    raise refusal(name, old)
 
 
 class OldName:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -18,8 +19,15 @@ from typing import Any, Final
 import numpy as np
 
 from nki_sim import dtypes, hardware
+from nki_sim.dialects import OLD_PARAMETERS, refusal
 from nki_sim.dtypes import DType, as_dtype, bfloat16
-from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
+from nki_sim.errors import (
+    IllegalOperand,
+    NkiValidationError,
+    OldDialectError,
+    UninitializedRead,
+)
+from nki_sim.language import api as language
 from nki_sim.language.objects import NKIObject
 from nki_sim.machine import Core, Finding, Machine, MemoryRegion, NkiTensor, running
 from nki_sim.machine.ambient import on_core
@@ -32,6 +40,7 @@ from nki_sim.machine.system import PACKAGE_DIR
 from nki_sim.options import SimOptions
 from nki_sim.trace import CORE, RANK, Trace
 
+_UNEXPECTED: Final = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _MOST_PROGRAMS: Final = 64  # of a grid of several axes
 _IGNORED_JIT_OPTIONS = frozenset(
     ("mode", "debug_kernel", "show_compiler_tb", "experimental_flags", "debug", "grid")
@@ -344,6 +353,11 @@ def _launch(
         except NkiValidationError as error:
             _locate(error)
             raise
+        except TypeError as error:
+            if (old := _old_call(error)) is not None:
+                _locate(old)
+                raise old from None
+            raise
 
     try:
         with one_blas_thread(), machine.float_flags.watch(is_on=machine.watches_numbers):
@@ -361,6 +375,18 @@ def _launch(
     finally:
         machine.restore_inputs()
     return Run(outputs[0] if single else outputs, machine.trace, options, machine)
+
+
+def _old_call(error: TypeError) -> OldDialectError | None:
+    """Return what to raise for a helper of nki.language that got a parameter of older dialects."""
+    found = _UNEXPECTED.search(str(error))
+    if found is None or found[2] not in OLD_PARAMETERS:
+        return None
+    if found[1] != "_apply" and not hasattr(language, found[1]):
+        return None  # a function of the user
+    name = "operator of nl" if found[1] == "_apply" else f"nl.{found[1]}"
+    old = refusal(f"{name}({found[2]}=)", OLD_PARAMETERS[found[2]])
+    return old.with_traceback(error.__traceback__)
 
 
 def _locate(error: NkiValidationError) -> None:

@@ -144,6 +144,12 @@ OLD_CALLS = {
         "nisa.activation(dtype=)",
     ),
     "no-dst": (lambda x: isa.activation(op=nl.exp, data=x), "nisa.activation without dst"),  # type: ignore[call-arg]
+    "operator": (lambda x: nl.add(x, x, mask=1), "operator of nl(mask=)"),
+    "helper": (lambda x: nl.load(x, mask=1), "nl.load(mask=)"),  # type: ignore[attr-defined]
+    "range": (
+        lambda x: nl.affine_range(4, precise_schedule=1),  # type: ignore[call-arg]
+        "nl.affine_range(precise_schedule=)",
+    ),
     "rmw": (lambda x: isa.dma_copy(x, x, dst_rmw_op=nl.add), "nisa.dma_copy(dst_rmw_op=)"),  # type: ignore[call-arg]
 }
 
@@ -157,11 +163,15 @@ def test_a_call_of_an_older_dialect_says_so(name: str) -> None:
 
 
 def test_a_wrong_call_of_today_stays_a_type_error() -> None:
+    def tensor_part(x: Any) -> Any:
+        return x
+
     for call in (
         lambda x: isa.tensor_copy(x),  # type: ignore[call-arg]
         lambda x: isa.tensor_copy(x, x, speed=1),  # type: ignore[call-arg]
+        lambda x: tensor_part(x, mask=1),  # type: ignore[call-arg]
     ):
-        with pytest.raises(TypeError, match="tensor_copy"):
+        with pytest.raises(TypeError, match=r"tensor_(copy|part)\(\)"):
             nki_sim.run(call, X)
 
 
