@@ -1,8 +1,9 @@
 """nki_sim: NKI kernels on a CPU, with the meaning, the rules and the time of the hardware.
 
-Rooms from low to high; nothing imports upward: `errors`, `options`, `dtypes`, `constants`,
-`hardware`, `targets` and `trace`; `machine`; `isa`; `language`; then `collectives`, `launch`,
-`provide` and `testing`. `time` reads `trace` and `hardware` alone, and `lint` stands alone.
+Rooms from low to high; nothing imports upward: `errors`, `dialects`, `options`, `dtypes`,
+`constants`, `hardware`, `targets` and `trace`; `machine`; `isa`; `language`; then `collectives`,
+`launch`, `provide`, `testing`, `own_kernel` and `pytest_plugin`; `__main__` on top. `time` reads
+`trace` and `hardware` alone, and `lint` reads `dialects`.
 """
 
 from nki_sim.errors import (
@@ -13,6 +14,7 @@ from nki_sim.errors import (
     IllegalOperand,
     LanguageError,
     NkiValidationError,
+    OldDialectError,
     OutOfBounds,
     OverlapError,
     RaceError,
@@ -32,6 +34,7 @@ __all__ = [
     "Kernel",
     "LanguageError",
     "NkiValidationError",
+    "OldDialectError",
     "OutOfBounds",
     "OverlapError",
     "RaceError",

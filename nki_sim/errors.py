@@ -90,5 +90,9 @@ class LanguageError(NkiValidationError):
     """The kernel uses the language in a way that does not compile."""
 
 
+class OldDialectError(LanguageError):
+    """The kernel is written in a dialect of NKI that is gone; `expected` is the form of today."""
+
+
 class UnknownValue(NkiValidationError):
     """An address or register depends on arithmetic that `indices` mode leaves out."""

@@ -1,23 +1,33 @@
 """Running a kernel: `jit`, `simulate`, `run`, and what comes back.
 
 Kernels called with NumPy or torch tensors outside a running kernel are simulated; inside one they
-are plain functions. Inputs are shared with the caller: a kernel that writes an input changes the
-caller's array, as on the device.
+are plain functions. Inputs are shared with the caller while the kernel runs; what a kernel writes
+to an input comes back only if it returns that tensor, and the caller's array stays as it was.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Final
 
 import numpy as np
 
 from nki_sim import dtypes, hardware
+from nki_sim.dialects import OLD_PARAMETERS, refusal
 from nki_sim.dtypes import DType, as_dtype, bfloat16
-from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
+from nki_sim.errors import (
+    IllegalOperand,
+    NkiValidationError,
+    OldDialectError,
+    UninitializedRead,
+)
+from nki_sim.language import api as language
 from nki_sim.language.objects import NKIObject
 from nki_sim.machine import Core, Finding, Machine, MemoryRegion, NkiTensor, running
 from nki_sim.machine.ambient import on_core
@@ -30,6 +40,8 @@ from nki_sim.machine.system import PACKAGE_DIR
 from nki_sim.options import SimOptions
 from nki_sim.trace import CORE, RANK, Trace
 
+_UNEXPECTED: Final = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_MOST_PROGRAMS: Final = 64  # of a grid of several axes
 _IGNORED_JIT_OPTIONS = frozenset(
     ("mode", "debug_kernel", "show_compiler_tb", "experimental_flags", "debug", "grid")
 )
@@ -100,19 +112,22 @@ class Kernel:
 
     Args:
         function: the Python function.
-        lnc: physical cores; None means launched without brackets.
+        grid: physical cores, by axis; empty means launched without brackets.
         schedule: (consumer, producers) pairs of instruction names.
+        target: the generation that `platform_target` of nki.jit names, or None.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        lnc: int | None = None,
+        grid: tuple[int, ...] = (),
         schedule: Sequence[tuple[Any, Any]] = (),
+        target: str | None = None,
     ) -> None:
         self.function = function
-        self.lnc = lnc
+        self.grid = grid
         self.schedule = tuple(schedule)
+        self.target = target
         functools.update_wrapper(self, function)
 
     @property
@@ -122,48 +137,95 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Kernel:
         """Return the kernel with a launch bracket: ``kernel[2]`` runs on two cores."""
-        return Kernel(self.function, _lnc(grid), self.schedule)
+        return Kernel(self.function, _grid(grid), self.schedule, self.target)
 
     def with_schedule(self, schedule: Sequence[tuple[Any, Any]]) -> Kernel:
         """Return the kernel with explicit dependencies between named instructions."""
-        return Kernel(self.function, self.lnc, schedule)
+        return Kernel(self.function, self.grid, schedule, self.target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Simulate it; inside a running kernel, call the function."""
         if running() is not None:
             return self.function(*args, **kwargs)
-        return run(self, *args, **kwargs).outputs
+        return _launch(self, [(args, kwargs)], None, SimOptions(), single=True).outputs
 
 
-def _lnc(grid: Any) -> int:
-    """Return the number of cores that a launch bracket asks for."""
-    if isinstance(grid, (tuple, list)):
-        if len(grid) != 1:
-            raise ValueError(f"grid={grid!r}: must have one axis, the number of cores.")
-        grid = grid[0]
-    count = int(grid)
-    if count not in (1, 2):
+def _grid(grid: Any) -> tuple[int, ...]:
+    """Return the cores that a launch bracket asks for, by axis.
+
+    The language has one axis of 1 or 2 cores; more axes are those of the first NKI.
+    """
+    axes = tuple(int(size) for size in grid) if isinstance(grid, (tuple, list)) else (int(grid),)
+    if len(axes) == 1 and axes[0] not in (1, 2):
         raise ValueError(f"grid={grid!r}: must be 1 or 2 cores.")
-    return count
+    if not axes or min(axes) < 1 or math.prod(axes) > _MOST_PROGRAMS:
+        raise ValueError(f"grid={grid!r}: must be axes of 1 to {_MOST_PROGRAMS} programs in all.")
+    return axes
 
 
-def jit(fn: Any = None, **kwargs: Any) -> Any:
-    """Mark a function as a kernel; keywords of older versions are accepted and ignored.
+class AddressRotation(Enum):
+    """Which tensors the compiler may move from trip to trip."""
+
+    AUTO = "auto"
+    ENABLE = "enable"
+    DISABLE = "disable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """What `nki.jit` tells the compiler; nothing of it is simulated.
+
+    Attributes:
+        address_rotation: which tensors it may move from trip to trip.
+        prefetch_auto: whether it looks for loads to prefetch.
+        nki_alloc_fallback: whether another allocator is tried when that of NKI fails.
+        non_ssa_legalization, dead_code_elim, barrier_check: passes of its back end.
+    """
+
+    address_rotation: AddressRotation = AddressRotation.AUTO
+    non_ssa_legalization: bool | None = None
+    dead_code_elim: bool | None = None
+    barrier_check: bool | None = None
+    prefetch_auto: bool = False
+    nki_alloc_fallback: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecializationConfig:
+    """What `nki.jit` tells the tracer; nested kernels are always inlined here.
+
+    Attributes:
+        allow_nested_config_override: whether a nested kernel of another configuration only warns.
+    """
+
+    allow_nested_config_override: bool = False
+
+
+def jit(
+    fn: Any = None,
+    *,
+    compile_config: CompileConfig | None = None,
+    specialization_config: SpecializationConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Mark a function as a kernel.
+
+    Args:
+        fn: the function; without it a decorator is returned.
+        compile_config, specialization_config: accepted; not simulated.
+        **kwargs: of older versions. `platform_target` is the chip to simulate where the options of
+            the run name none, and leaves a finding; the others change nothing.
 
     Raises:
-        TypeError: platform_target, which NKI 0.3 removed, or an unknown keyword.
+        TypeError: an unknown keyword.
     """
+    target = kwargs.pop("platform_target", None)
     for key in kwargs:
-        if key == "platform_target":
-            raise TypeError(
-                "platform_target: removed from nki.jit. Use SimOptions(target=...) or "
-                "NEURON_PLATFORM_TARGET_OVERRIDE."
-            )
         if key not in _IGNORED_JIT_OPTIONS:
             raise TypeError(f"{key}: must be an option of nki.jit.")
     if fn is None:
-        return functools.partial(jit, **kwargs)
-    return fn if isinstance(fn, Kernel) else Kernel(fn)
+        return functools.partial(jit, platform_target=target)
+    return fn if isinstance(fn, Kernel) else Kernel(fn, target=target)
 
 
 def simulate(kernel: Any, options: SimOptions | None = None) -> Simulation:
@@ -195,12 +257,13 @@ class Simulation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it and return the outputs."""
-        self.last_run = run(self.kernel, *args, options=self.options, **kwargs)
+        self.last_run = _launch(self.kernel, [(args, kwargs)], None, self.options, single=True)
         return self.last_run.outputs
 
 
 def run(
     kernel: Any,
+    /,
     *args: Any,
     lnc: int | None = None,
     options: SimOptions | None = None,
@@ -215,13 +278,22 @@ def run(
         options: how to simulate.
         **kwargs: its keyword arguments.
 
+    A kernel's own parameter called `lnc` gets that keyword (use ``kernel[n]`` for the cores), and
+    one called `options` gets what is no `SimOptions`.
+
     Returns:
         Outputs, trace and findings.
 
     Raises:
         NkiValidationError: the kernel broke a rule; see `errors.py`.
     """
-    return _launch(jit(kernel), [(args, kwargs)], lnc, options or SimOptions(), single=True)
+    found = jit(kernel)
+    names = inspect.signature(found.function).parameters
+    if lnc is not None and "lnc" in names:
+        kwargs["lnc"], lnc = lnc, None
+    if options is not None and "options" in names and not isinstance(options, SimOptions):
+        kwargs["options"], options = options, None
+    return _launch(found, [(args, kwargs)], lnc, options or SimOptions(), single=True)
 
 
 def run_ranks(
@@ -257,12 +329,20 @@ def _launch(
 ) -> Run:
     """Run the kernel once per rank and core, then check the trace as a whole."""
     keep_freed_memory()
-    degree = lnc if lnc is not None else kernel.lnc
-    machine = Machine(options, degree or 1, len(calls))
+    grid = kernel.grid if lnc is None else _grid(lnc)
+    if kernel.target is not None and options.target is None:
+        options = replace(options, target=kernel.target)
+    machine = Machine(options, math.prod(grid), len(calls))
+    if kernel.target is not None:
+        text = "platform_target of nki.jit is gone since NKI 0.3; use SimOptions(target=...)"
+        machine.find("deprecated", "", text)
+    if len(grid) > 1:
+        text = f"grid={grid}: the first NKI has several axes; today's has one of 1 or 2 cores"
+        machine.find("deprecated", "", f"{text} (NEURON_LOGICAL_NC_CONFIG). Use loops")
     uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))
 
     def program(core: Core) -> Any:
-        core.grid_ndim = 0 if degree is None else 1
+        core.grid = grid
         args, kwargs = calls[core.rank]
         try:
             with on_core(core):
@@ -273,20 +353,40 @@ def _launch(
         except NkiValidationError as error:
             _locate(error)
             raise
+        except TypeError as error:
+            if (old := _old_call(error)) is not None:
+                _locate(old)
+                raise old from None
+            raise
 
-    with one_blas_thread(), np.errstate(all="ignore"):
-        if len(machine.cores) == 1:
-            results = [program(machine.cores[0])]
-        else:
-            machine.scheduler = scheduler = Scheduler(machine)
-            results = scheduler.run(program)
-    _apply_schedule(machine.trace, kernel.schedule)
-    check_flow(machine)
-    check_races(machine)
-    check_capacity(machine)
-    per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
-    outputs = [_collect(machine, value, uses_torch) for value in per_rank]
+    try:
+        with one_blas_thread(), machine.float_flags.watch(is_on=machine.watches_numbers):
+            if len(machine.cores) == 1:
+                results = [program(machine.cores[0])]
+            else:
+                machine.scheduler = scheduler = Scheduler(machine)
+                results = scheduler.run(program)
+        _apply_schedule(machine.trace, kernel.schedule)
+        check_flow(machine)
+        check_races(machine)
+        check_capacity(machine)
+        per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
+        outputs = [_collect(machine, value, uses_torch) for value in per_rank]
+    finally:
+        machine.restore_inputs()
     return Run(outputs[0] if single else outputs, machine.trace, options, machine)
+
+
+def _old_call(error: TypeError) -> OldDialectError | None:
+    """Return what to raise for a helper of nki.language that got a parameter of older dialects."""
+    found = _UNEXPECTED.search(str(error))
+    if found is None or found[2] not in OLD_PARAMETERS:
+        return None
+    if found[1] != "_apply" and not hasattr(language, found[1]):
+        return None  # a function of the user
+    name = "operator of nl" if found[1] == "_apply" else f"nl.{found[1]}"
+    old = refusal(f"{name}({found[2]}=)", OLD_PARAMETERS[found[2]])
+    return old.with_traceback(error.__traceback__)
 
 
 def _locate(error: NkiValidationError) -> None:
@@ -399,7 +499,7 @@ def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
             )
     if not alloc.known:
         return TensorSpec(tensor.shape, tensor.dtype)
-    array = tensor.array()
+    array = tensor.array() if alloc.original is None else tensor.array().copy()
     if not alloc.defined.covers(geometry.box, geometry.walk):
         holes = ~alloc.defined.elements_of(geometry.walk)
         machine.find(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, cast
 
 Policy = Literal["error", "report", "off"]
+Version = Literal["0.7", "0.6"]
+VERSIONS: Final = ("0.7", "0.6")
+# What NKI_COMPILER_FRONTEND names: Python itself, or the passes that NKI 0.6 starts with.
+_FRONT_ENDS: Final = {"": "0.7", "tracer": "0.7", "custom": "0.6", "parser": "0.6"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +18,9 @@ class SimOptions:
     """Options of a simulation.
 
     Attributes:
+        nki: the language, "0.7" (kernels are traced by Python) or "0.6" (parsed: `nl.dynamic_range`
+            and `while register:` exist, and a tensor as a condition means "is not None"); None
+            takes NKI_COMPILER_FRONTEND, where "custom" and "parser" mean 0.6, else 0.7.
         target: "trn1", "trn2" or "trn3"; None takes NEURON_PLATFORM_TARGET_OVERRIDE, else trn2.
         mode: "full", or "indices": integers, registers, control flow and addresses are exact,
             floating-point arithmetic is skipped but for what comes from integers or from small
@@ -34,6 +42,9 @@ class SimOptions:
             of a tensor, where token lists put their padding, which is reported.
         out_of_bounds: "error", or "clamp": dynamic indices of DMA are limited to the tensor, for
             finding the shapes of outputs with made-up inputs.
+        numbers: findings about values that overflow or saturate in a narrower type or become
+            infinite, integers that float32 rounds, and the first NaN, if all inputs are finite; in
+            mode "full" only.
         mx_headroom: powers of two that quantize_mx leaves free above the largest magnitude: 1, or
             0 for kernels written for NKI before 0.5.
         start_core: the core that runs first; results must not depend on it.
@@ -42,6 +53,7 @@ class SimOptions:
         callers: keep with each instruction the three calls that led to its line; takes longer.
     """
 
+    nki: Version | None = None
     target: str | None = None
     mode: Literal["full", "indices"] = "full"
     small_elements: int = 128 * 128
@@ -53,6 +65,7 @@ class SimOptions:
     accumulate: Policy = "error"
     scatter: Policy = "error"
     out_of_bounds: Literal["error", "clamp"] = "error"
+    numbers: Literal["report", "off"] = "report"
     mx_headroom: int = 1
     start_core: int = 0
     preempt: float = 0.0
@@ -60,6 +73,8 @@ class SimOptions:
     callers: bool = False
 
     def __post_init__(self) -> None:
+        if self.nki not in (None, *VERSIONS):
+            raise ValueError(f'nki={self.nki!r}: must be "0.7", "0.6" or None.')
         if self.mode not in ("full", "indices"):
             raise ValueError(f'mode={self.mode!r}: must be "full" or "indices".')
         if not 0 <= self.fill <= 255:
@@ -68,3 +83,19 @@ class SimOptions:
             raise ValueError(f"mx_headroom={self.mx_headroom}: must be 0 or 1.")
         if not 0.0 <= self.preempt < 1.0:
             raise ValueError(f"preempt={self.preempt}: must be a probability below 1.")
+
+
+def find_nki(version: Version | None) -> Version:
+    """Return the version of the language; None asks NKI_COMPILER_FRONTEND, else 0.7.
+
+    Raises:
+        ValueError: the variable names no front end.
+    """
+    if version is not None:
+        return version
+    name = os.environ.get("NKI_COMPILER_FRONTEND", "")
+    if name not in _FRONT_ENDS:
+        raise ValueError(
+            f'NKI_COMPILER_FRONTEND={name!r}: must be "tracer" or "custom". Unset it for NKI 0.7.'
+        )
+    return cast("Version", _FRONT_ENDS[name])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any, Final
 
 from nki_sim import collectives, constants, dtypes, isa
+from nki_sim.dialects import old_names
 from nki_sim.language import api as language
-from nki_sim.launch import jit, simulate
+from nki_sim.launch import AddressRotation, CompileConfig, SpecializationConfig, jit, simulate
 from nki_sim.machine import NkiTensor
 
 _MARK: Final = "__nki_sim__"
@@ -58,9 +60,11 @@ def _module(name: str, content: dict[str, Any], doc: str | None) -> types.Module
     return module
 
 
-def _same(name: str, module: types.ModuleType) -> types.ModuleType:
-    """Make a module that shows the names of one of the simulator."""
-    content = {key: getattr(module, key) for key in module.__all__}
+def _same(
+    name: str, module: types.ModuleType, more: Mapping[str, Any] | None = None
+) -> types.ModuleType:
+    """Make a module that shows the names of one of the simulator, and more."""
+    content = {key: getattr(module, key) for key in module.__all__} | dict(more or {})
     return _module(name, content, module.__doc__)
 
 
@@ -85,14 +89,16 @@ def _modules() -> dict[str, types.ModuleType]:
     # `nki.dtype` is a module with the types, and an annotation.
     dtype_names = {str(d): d for d in dtypes.ALL} | {"DType": dtypes.DType, "bool_": dtypes.bool_}
     annotations = {"tensor": any_type, "mutable_tensor": any_type}
+    compiler: tuple[type, ...] = (AddressRotation, CompileConfig, SpecializationConfig)
+    configs = {each.__name__: each for each in compiler}
     built = [
-        _module("nki", {"jit": jit, "simulate": simulate}, "NKI, simulated."),
+        _module("nki", {"jit": jit, "simulate": simulate} | old_names("nki"), "NKI, simulated."),
         _same("nki.language", language),
-        _same("nki.isa", isa),
+        _same("nki.isa", isa, old_names("nisa")),
         _same("nki.isa.constants", constants),
         _same("nki.collectives", collectives),
         _module("nki.typing", annotations, "Annotation types."),
-        _module("nki.compiler", {}, "Nothing of the compiler is simulated."),
+        _module("nki.compiler", configs, "What nki.jit takes for the compiler, not simulated."),
         _module("nki.dtype", dtype_names, "Element types."),
         _module("nki.tensor", {"NkiTensor": NkiTensor}, "Tensors."),
         _module("neuronxcc", {}, "Name of the package before NKI 0.1."),

@@ -44,7 +44,9 @@ from nki_sim.time.timeline import schedule
 from nki_sim.trace import SyncFacts
 
 CORES = 2
-OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
+OPTIONS = SimOptions(
+    nki="0.6", mode="indices", uninitialized="off", races="off", capacity="reorder"
+)
 FLOPS_PER_US = 157.3e6  # bf16, two NeuronCore-v3 (architecture guide)
 
 CONTRIB = "aws-neuron/neuronx-distributed-inference contrib/models"

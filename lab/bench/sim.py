@@ -216,7 +216,9 @@ def measure_prefill(library: Path, repeats: int) -> dict[str, Any]:
     unlimited = Limits(macs=float("inf"), input_bytes=float("inf"))
     job = build_job(Case.from_json(_PREFILL), VendorLibrary(library), unlimited)
     begin = time.perf_counter()
-    options = nki_sim.SimOptions(mode="indices", uninitialized="off", mx_headroom=job.mx_headroom)
+    options = nki_sim.SimOptions(
+        nki="0.6", mode="indices", uninitialized="off", mx_headroom=job.mx_headroom
+    )
     run = nki_sim.run(job.kernel, lnc=job.cores, options=options, **job.inputs)
     simulated_us = run.timeline.total_us
     seconds = time.perf_counter() - begin

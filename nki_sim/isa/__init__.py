@@ -19,6 +19,7 @@ from nki_sim.constants import (
     unknown_engine,
     vector_engine,
 )
+from nki_sim.dialects import old_names
 from nki_sim.errors import NkiValidationError
 from nki_sim.isa.dma import dma_compute, dma_copy, dma_transpose
 from nki_sim.isa.gpsimd import (
@@ -39,6 +40,8 @@ from nki_sim.isa.registers import (
     register_load,
     register_move,
     register_store,
+    scalar_load,
+    scalar_store,
 )
 from nki_sim.isa.scalar import (
     activate2,
@@ -71,12 +74,14 @@ from nki_sim.isa.vector_select import (
     tensor_scalar_cumulative,
     tensor_scalar_reduce,
 )
-from nki_sim.machine import NkiInstruction, VirtualRegister
+from nki_sim.machine import NkiInstruction, NkiScalar, VirtualRegister
 
 tensor_engine = engine.tensor  # not the file of that name
+globals().update(old_names("nisa"))
 
 __all__ = [
     "NkiInstruction",
+    "NkiScalar",
     "NkiValidationError",
     "VirtualRegister",
     "activate2",
@@ -125,6 +130,8 @@ __all__ = [
     "register_store",
     "rng",
     "scalar_engine",
+    "scalar_load",
+    "scalar_store",
     "scalar_tensor_tensor",
     "select_reduce",
     "sendrecv",

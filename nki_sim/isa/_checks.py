@@ -7,7 +7,7 @@ from typing import Any, Final
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.errors import IllegalOperand
-from nki_sim.machine import Core, NkiTensor, VirtualRegister
+from nki_sim.machine import Core, NkiTensor, SequencerValue, VirtualRegister
 from nki_sim.machine.geometry import Profile
 
 ENGINE_IDS: Final = {
@@ -138,6 +138,10 @@ def scalar_operand(core: Core, operand: str, value: Any, partitions: int) -> Any
         return value
     if isinstance(value, VirtualRegister):
         return value.read()
+    if isinstance(value, SequencerValue):
+        raise IllegalOperand(
+            operand, "a number, a register or a tensor", repr(value), "Store it in a tile first"
+        )
     if isinstance(value, (bool, int, float)) or hasattr(value, "__float__"):
         return value
     raise IllegalOperand(operand, f"a number or a tensor of shape ({partitions}, 1)", repr(value))

@@ -19,6 +19,7 @@ from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.machine import Core, NkiTensor
 from nki_sim.machine.geometry import contiguous_runs
 from nki_sim.machine.memory import Coverage, Walk, meet
+from nki_sim.machine.numbers import watch_integers, watch_narrowing
 from nki_sim.machine.tensor import read_index, read_indices
 from nki_sim.machine.views import Dynamic
 
@@ -318,4 +319,8 @@ def cast(values: Array, source: DType, target: DType) -> Array:
         return values if values.dtype == target.numpy else values.view(target.numpy)
     if source.numpy == target.numpy and target is not dtypes.tfloat32:
         return values
-    return dtypes.convert(values.astype(np.float32), target)
+    wide = values.astype(np.float32)
+    if source.itemsize == 4 and source.is_integer:
+        watch_integers(values)
+    watch_narrowing(wide, target)
+    return dtypes.convert(wide, target)

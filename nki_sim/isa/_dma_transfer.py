@@ -43,6 +43,8 @@ def move(
     for alloc in (target, *[src.tensor._alloc for src in srcs]):
         if alloc.space == tr.SBUF and not alloc.counted:
             core.count_sbuf(alloc)
+    if target.is_input:
+        core.keep_input(target)
     rows, valid = _common_rows(dst, srcs) if by_rows else (0, None)
     for src in srcs:
         if src.tensor._alloc.shared_log is not None:
@@ -59,6 +61,8 @@ def move(
         compare = log is not None and log.written_by_other(core) and _is_written(dst, rows, valid)
         compare = compare and masks is None  # what nobody wrote equals nothing
         before = _snapshot(dst, valid) if compare and has_values else None
+        watches = core.watches_numbers
+        core.watches_numbers = watches and masks is None
         if by_rows:
             arrays = [_rows(src, rows, valid) for src in srcs]
             values = combine(arrays)
@@ -71,6 +75,7 @@ def move(
             shape = array.shape
             arrays = [src.array() for src in srcs]
             array[...] = combine([a if a.shape == shape else a.reshape(shape) for a in arrays])
+        core.watches_numbers = watches
         if before is not None:
             same = bool((before == _snapshot(dst, valid)).all())
         elif compare:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from nki_sim.dialects import NO_DST, OLD_PARAMETERS, refuse_old
 from nki_sim.errors import NkiValidationError
 from nki_sim.machine import Core, NkiTensor, running
 
@@ -44,6 +45,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
     signature = inspect.signature(body)
     parameters = list(signature.parameters.values())[1:]
     names = tuple([parameter.name for parameter in parameters])
+    public = signature.replace(parameters=parameters)
 
     @functools.wraps(body)
     def issue(*args: Any, **kwargs: Any) -> Any:
@@ -68,15 +70,33 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                     if type(arg) is NkiTensor and arg._dynamic is not None:
                         core.dynamic_operands = 1
                         kwargs[key] = arg.resolve()
-            return body(core, *args, **kwargs)
+            try:
+                return body(core, *args, **kwargs)
+            except TypeError:
+                _refuse_old_call(name, public, args, kwargs)
+                raise
         except NkiValidationError as error:
             if error.operand not in names:
                 error.operand = core.operand_of_error(error)
             core.locate(error, name)
             raise
 
-    issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    issue.__signature__ = public  # type: ignore[attr-defined]
     return issue
+
+
+def _refuse_old_call(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    """Refuse a call that older dialects allowed: with parameters of theirs, or without `dst`.
+
+    Raises:
+        OldDialectError: it is one.
+    """
+    for key in kwargs:
+        if key in OLD_PARAMETERS and key not in signature.parameters:
+            refuse_old(f"nisa.{name}({key}=)", OLD_PARAMETERS[key])
+    if not args and "dst" in signature.parameters and "dst" not in kwargs:
+        old = NO_DST._replace(instead=NO_DST.instead.format(name=name))
+        refuse_old(f"nisa.{name} without dst", old)
 
 
 def _static(value: Any) -> Any:

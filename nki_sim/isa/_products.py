@@ -27,7 +27,6 @@ _LAST, _IMPLIED, _MAGNITUDE = np.uint32(1), np.uint32(1 << _MANTISSA_BITS), np.u
 _NOT_FINITE: Final = 0xFF  # exponent
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def matrix_product(left_KM: Array, right_KN: Array) -> Array:
     """Return ``left_KM.T @ right_KN`` of float32 arrays, every element rounded from its exact sum.
 

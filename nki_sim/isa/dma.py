@@ -26,6 +26,7 @@ from nki_sim.isa._dma_transfer import move
 from nki_sim.isa._instruction import instruction
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
 from nki_sim.machine.geometry import contiguous_runs
+from nki_sim.machine.numbers import watch_narrowing
 from nki_sim.machine.tensor import read_indices
 
 _PERMUTATION: Final = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
@@ -229,6 +230,7 @@ def dma_compute(
         total = arrays[0].astype(np.float32)
         for array in arrays[1:]:
             total = total + array.astype(np.float32)
+        watch_narrowing(total, dst.dtype)
         return convert(total, dst.dtype)
 
     move(core, "dma_compute", to, moved, combine, _all_of)

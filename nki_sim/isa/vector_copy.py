@@ -9,6 +9,7 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
+from nki_sim.dtypes import as_dtype
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa._checks import (
     ENGINE_IDS,
@@ -21,7 +22,8 @@ from nki_sim.isa._checks import (
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, SequencerValue
+from nki_sim.machine.numbers import watch_narrowing
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
 # (assumed: the compiler's choice is not published).
@@ -35,13 +37,19 @@ def tensor_copy(
     src: NkiTensor,
     engine: Any = Engine.unknown,
     name: str | None = None,
+    dtype: Any = None,
 ) -> NkiInstruction:
     """Copy a tile on chip: the same bits for equal types, through float32 otherwise.
 
-    The Scalar engine copies from gen3 on (nki.isa.tensor_copy, NKI 0.6).
+    The Scalar engine copies from gen3 on (nki.isa.tensor_copy, NKI 0.6). `dtype`, which tutorials
+    still write, is that of dst.
     """
     # Constraints.
     check_on_chip(("dst", dst), ("src", src))
+    if dtype is not None:
+        _check_dtype(dtype, dst)
+        text = "dtype of tensor_copy is a word of NKI 0.1; the type of dst says it"
+        core.machine.find("deprecated", core.location(), text)
     check_same_partitions(("src", src), ("dst", dst))
     check_same_elements(("src", src), ("dst", dst))
     chosen = check_engine(
@@ -73,6 +81,15 @@ def tensor_copy(
     return core.issue("tensor_copy", ENGINE_IDS[chosen], facts, (dst,), (src,), meaning, name)
 
 
+def _check_dtype(dtype: Any, dst: NkiTensor) -> None:
+    try:
+        is_same = as_dtype(dtype) == dst.dtype
+    except TypeError:
+        is_same = False
+    if not is_same:
+        raise IllegalOperand("dtype", f"{dst.dtype} like dst, or nothing", repr(dtype))
+
+
 @instruction
 def memset(
     core: Core,
@@ -85,7 +102,7 @@ def memset(
     # Constraints.
     check_on_chip(("dst", dst))
     dtype = dst.dtype
-    if isinstance(value, VirtualRegister | NkiTensor) or not isinstance(
+    if isinstance(value, SequencerValue | NkiTensor) or not isinstance(
         value, bool | int | float | np.number
     ):
         raise IllegalOperand("value", "a number known at compile time", repr(value))
@@ -101,6 +118,8 @@ def memset(
                 core.location(),
                 f"memset of a {dtype} tile with the float {value!r}; an int is expected",
             )
+    elif dtype.is_float:
+        watch_narrowing(np.array([value], np.float32), dtype)
     in_psum = dst._alloc.space == tr.PSUM
     small = dst.geometry.elements <= _GPSIMD_MEMSET_ELEMENTS
     default = Engine.vector if in_psum or small else Engine.gpsimd

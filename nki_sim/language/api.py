@@ -6,6 +6,7 @@ The helpers that compute (`load`, `add`, `softmax`, ...) are in `math.py`.
 from __future__ import annotations
 
 import builtins
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from nki_sim import isa
+from nki_sim.dialects import old_names
 from nki_sim.dtypes import (
     DType,
     as_dtype,
@@ -31,17 +33,19 @@ from nki_sim.dtypes import (
     int8,
     int16,
     int32,
+    int64,
     tfloat32,
     uint8,
     uint16,
     uint32,
+    uint64,
 )
 from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.isa.operators import OPERATORS
 from nki_sim.language import math as language_math
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister, current, running
+from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, SequencerValue, current, running
 from nki_sim.targets import Target, find_target
 
 sbuf: Final = MemoryRegion.sbuf
@@ -220,8 +224,8 @@ def is_on_chip(buffer: Any) -> bool:
 
 
 def ds(start: Any, size: int) -> Any:
-    """Return the slice of `size` elements from `start`, an int or a register."""
-    if isinstance(start, VirtualRegister):
+    """Return the slice of `size` elements from `start`, an int, a register or a scalar."""
+    if isinstance(start, SequencerValue):
         return DynamicSlice(start, int(size))
     return slice(start, start + size)
 
@@ -254,25 +258,31 @@ range = builtins.range
 
 
 def program_id(axis: int = 0) -> int:
-    """Return the number of this core in the launch."""
-    _only_axis_0(axis)
-    return current().id
+    """Return the number of this core in the launch, on an axis of a grid of the first NKI."""
+    core = current()
+    _check_axis(axis)
+    return int(np.unravel_index(core.id, core.grid or (1,))[axis])
 
 
 def num_programs(axes: Any = 0) -> int:
-    """Return the number of cores of the launch."""
-    _only_axis_0(axes[0] if isinstance(axes, (tuple, list)) else axes)
-    return current().machine.lnc
+    """Return the number of cores of the launch, on some axes of a grid of the first NKI."""
+    grid = current().grid or (1,)
+    chosen = axes if isinstance(axes, (tuple, list)) else (axes,)
+    for axis in chosen:
+        _check_axis(axis)
+    return math.prod(grid[axis] for axis in chosen)
 
 
-def _only_axis_0(axis: Any) -> None:
-    if axis != 0:
-        raise LanguageError("axis", "0, the only axis of a launch", str(axis))
+def _check_axis(axis: Any) -> None:
+    count = max(1, len(current().grid))
+    if axis not in range(count):
+        rule = "0, the only axis of a launch" if count == 1 else f"0 to {count - 1}"
+        raise LanguageError("axis", rule, str(axis))
 
 
 def program_ndim() -> int:
-    """Return 1 for a kernel launched with brackets, else 0."""
-    return current().grid_ndim
+    """Return the axes of the brackets of the launch; 0 without brackets."""
+    return len(current().grid)
 
 
 @contextmanager
@@ -292,11 +302,14 @@ def device_print(print_prefix: str, tensor: NkiTensor) -> None:
 
 
 globals().update(OPERATORS)
+_OLD: Final = old_names("nl")
 
 
 def __getattr__(name: str) -> Any:
     if name == "bool":  # the spelling before 0.6; as a plain name it would hide Python's own here
         return bool_
+    if name in _OLD:
+        return _OLD[name]
     return language_math.find(name)
 
 
@@ -327,6 +340,7 @@ __all__ = [
     "int8",
     "int16",
     "int32",
+    "int64",
     "is_hbm",
     "is_on_chip",
     "is_psum",
@@ -351,6 +365,7 @@ __all__ = [
     "uint8",
     "uint16",
     "uint32",
+    "uint64",
     "while_loop",
     "zeros",
     "zeros_like",

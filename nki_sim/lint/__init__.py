@@ -1,5 +1,5 @@
-"""A linter for the part of Python that the vendor's compiler reads.
+"""A linter for the Python that the front ends of the vendor's compiler take.
 
 For the command line (`python -m nki_sim.lint.linter FILES`) and for tests of kernels. It reads
-source text and imports nothing else of nki_sim.
+source text, and of nki_sim the table of older names.
 """

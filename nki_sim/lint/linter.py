@@ -1,17 +1,17 @@
-"""Check kernel source against the Python subset that the NKI compiler accepts.
+"""Check kernel source against what the front ends of the NKI compiler accept.
 
-A simulator runs plain Python and therefore accepts kernels that do not compile. This module walks
-the syntax tree instead. The rules follow the NKI language guide (aws-neuron-sdk, nki/get-started/
-nki-language-guide.rst) and, where the guide is silent, the open front end KLR (KLR/NKI/
-Simplify.lean), which is the stricter reading. What only types can tell (an operator applied to a
-tensor, a method of a list) is not checked here.
+This module walks the syntax tree of kernels. NKI 0.7 lets Python run a kernel, so its rules are
+those on values that only the device knows (`values.py`), on loops and on their bodies. NKI 0.6
+reads a subset of Python, which a simulator, running plain Python, cannot check; the rules follow
+the NKI language guide (aws-neuron-sdk, nki/get-started/nki-language-guide.rst) and, where the guide
+is silent, the open front end KLR (KLR/NKI/Simplify.lean), which is the stricter reading.
 
 Only code that runs inside a kernel is checked: functions decorated with ``nki.jit``, functions that
 issue ``nki.isa`` or ``nki.collectives`` operations, whatever these reach by name, and the record
 classes derived from ``NKIObject``. Host code in the same file (shape checks, cost models) may use
 all of Python.
 
-Command line: ``python -m nki_sim.lint.linter [--dialect parser|house] FILE...``; the exit status
+Command line: ``python -m nki_sim.lint.linter [--dialect 0.7|0.6|house] FILE...``; the exit status
 is 1 if an error was found.
 """
 
@@ -20,27 +20,32 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import functools
 import inspect
+import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nki_sim.lint.rules import RULES, Dialect, Finding, Rule, Severity
+from nki_sim.lint.older import old_uses
+from nki_sim.lint.rules import DIALECTS, RULES, Dialect, Finding, Rule, Severity
 from nki_sim.lint.scope import (
     FunctionNode,
     dotted,
     kernel_side,
     last_name,
     local_names,
-    loop_body_names,
+    loop_bodies,
     module_names,
     references,
     scope_of,
     unwrap,
 )
+from nki_sim.lint.values import lint_values, results_of
 
 _BUILTINS = frozenset(
     {"isinstance", "type", "slice", "print", "min", "max", "abs", "str", "bool", "int", "float"}
@@ -128,12 +133,18 @@ class _FunctionLinter(ast.NodeVisitor):
     """Collects the findings of one function that runs inside a kernel."""
 
     def __init__(
-        self, path: str, dialect: Dialect, defined: frozenset[str], first_line: int
+        self,
+        path: str,
+        dialect: Dialect,
+        defined: frozenset[str],
+        first_line: int,
+        results: Mapping[str, str],
     ) -> None:
         self.path = path
         self.dialect = dialect
         self.defined = defined  # names that hide a built-in
         self.first_line = first_line
+        self.results = results  # of the functions of the file
         self.findings: list[Finding] = []
         self._dynamic_loops = 0  # dynamic loops around the current statement
         self._static_loops = 0  # static loops inside the innermost dynamic one
@@ -144,7 +155,7 @@ class _FunctionLinter(ast.NodeVisitor):
     def report(self, rule_id: str, node: ast.AST, detail: str = "") -> None:
         """Record one finding, unless the dialect accepts the construct."""
         rule = RULES[rule_id]
-        severity = rule.parser if self.dialect == "parser" else rule.house
+        severity = rule.severity(self.dialect)
         if severity is None:
             return
         line = getattr(node, "lineno", 1) + self.first_line - 1
@@ -152,6 +163,8 @@ class _FunctionLinter(ast.NodeVisitor):
         self.findings.append(_finding(rule, severity, self.path, line, column, detail))
 
     def generic_visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith | ast.AsyncFunctionDef):
+            self.report("NKI046", node)
         for kinds, rule_id in _FORBIDDEN:
             if isinstance(node, kinds):
                 self.report(rule_id, node)
@@ -170,9 +183,13 @@ class _FunctionLinter(ast.NodeVisitor):
 
     def lint_function(self, node: FunctionNode, *, inner: bool = False) -> None:
         """Check the signature, the decorators and the body of one function."""
+        if not inner:
+            is_parsed = self.dialect == "0.6"
+            lint_values(node, self.report, is_parsed=is_parsed, results=self.results)
         is_loop_body = inner and node.name in self._loop_bodies
         if isinstance(node, ast.AsyncFunctionDef):
             self.report("NKI008", node, node.name)
+            self.report("NKI046", node, node.name)
         if inner and not is_loop_body:
             self.report("NKI024", node, node.name)
         for decorator in node.decorator_list:
@@ -192,7 +209,7 @@ class _FunctionLinter(ast.NodeVisitor):
                 self.report("NKI037", default, ast.unparse(default))
             self.visit(default)
         state = self._loop_bodies, self._dynamic_loops, self._static_loops, self._is_body_of_loop
-        self._loop_bodies = frozenset(loop_body_names(node))
+        self._loop_bodies = frozenset(name for name, _ in loop_bodies(node))
         if is_loop_body:
             self._dynamic_loops, self._static_loops, self._is_body_of_loop = 0, 0, True
         for statement in node.body:
@@ -328,6 +345,21 @@ class _FunctionLinter(ast.NodeVisitor):
             self.report("NKI028", node, repr(value))
 
 
+def _older(tree: ast.AST, path: str, dialect: Dialect, first_line: int = 1) -> list[Finding]:
+    """Return the findings about names of older dialects."""
+    findings = []
+    for use in old_uses(tree):
+        known = use.old._asdict()
+        rule = RULES[use.rule]
+        rule = replace(rule, why=rule.why.format(**known), accepted=rule.accepted.format(**known))
+        severity = rule.severity(dialect)
+        line, column = getattr(use.node, "lineno", 1), getattr(use.node, "col_offset", 0)
+        if severity is not None:
+            place = (path, line + first_line - 1, column + 1)
+            findings.append(_finding(rule, severity, *place, use.name))
+    return findings
+
+
 def _lint_class(linter: _FunctionLinter, node: ast.ClassDef) -> None:
     unknown = [base for base in node.bases if dotted(base) not in _BASES]
     for base in unknown:
@@ -346,7 +378,7 @@ def lint_source(
     source: str,
     path: str = "<string>",
     *,
-    dialect: Dialect = "parser",
+    dialect: Dialect = "0.7",
     everything: bool = False,
 ) -> list[Finding]:
     """Check the kernel side of one module.
@@ -354,8 +386,9 @@ def lint_source(
     Args:
         source: text of the module.
         path: name used in the findings.
-        dialect: "parser" is what the vendor's front end takes; "house" adds this project's rules
-            (no membership test, no identity test, one loop variable).
+        dialect: "0.7" is what the tracer takes, "0.6" what the parser before it takes; "house" is
+            what both take, and adds this project's rules (no membership test, no identity test, one
+            loop variable).
         everything: check every function and class, host code too.
 
     Returns:
@@ -365,9 +398,9 @@ def lint_source(
     Raises:
         ValueError: unknown dialect.
     """
-    if dialect not in {"parser", "house"}:
+    if dialect not in DIALECTS:
         raise ValueError(
-            f"dialect={dialect!r}: must be 'parser' or 'house'. Use 'parser' for vendor kernels."
+            f"dialect={dialect!r}: must be '0.7', '0.6' or 'house'. Use '0.7' for NKI of today."
         )
     try:
         tree = ast.parse(source, filename=path)
@@ -387,18 +420,20 @@ def lint_source(
     else:
         nodes = kernel_side(tree)
     findings: list[Finding] = []
+    results = results_of(tree)
     for node in nodes:
-        linter = _FunctionLinter(path, dialect, frozenset(top_names | local_names(node)), 1)
+        defined = frozenset(top_names | local_names(node))
+        linter = _FunctionLinter(path, dialect, defined, 1, results)
         if isinstance(node, ast.ClassDef):
             _lint_class(linter, node)
         else:
             linter.lint_function(node)
         findings += linter.findings
-    return sorted(findings)
+    return sorted(findings + _older(tree, path, dialect))
 
 
 def lint_file(
-    path: str | Path, *, dialect: Dialect = "parser", everything: bool = False
+    path: str | Path, *, dialect: Dialect = "0.7", everything: bool = False
 ) -> list[Finding]:
     """Check the kernel side of one file; see :func:`lint_source`."""
     return lint_source(
@@ -406,7 +441,7 @@ def lint_file(
     )
 
 
-def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "parser") -> list[Finding]:
+def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "0.7") -> list[Finding]:
     """Check one kernel and every Python function it reaches by name, in other modules too.
 
     Args:
@@ -441,14 +476,23 @@ def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "parser") -> l
             dialect,
             frozenset(set(scope) | local_names(node)),
             max(first_line, 1),
+            _results_in(inspect.getsourcefile(item)),
         )
         if isinstance(node, ast.ClassDef):
             _lint_class(linter, node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             linter.lint_function(node)
         findings += linter.findings
+        findings += _older(node, linter.path, dialect, linter.first_line)
         pending.extend(references(node, scope))
     return sorted(findings)
+
+
+@functools.cache
+def _results_in(path: str | None) -> dict[str, str]:
+    """Return `results_of` a file of functions."""
+    source = "".join(linecache.getlines(path or ""))
+    return results_of(ast.parse(source))
 
 
 def _print(lines: Iterable[object]) -> None:
@@ -459,10 +503,10 @@ def _print(lines: Iterable[object]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Lint the named files and print the findings."""
     parser = argparse.ArgumentParser(
-        prog="python -m nki_sim.lint.linter", description="Check kernels against the NKI subset."
+        prog="python -m nki_sim.lint.linter", description="Check kernels against the NKI language."
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--dialect", choices=("parser", "house"), default="parser")
+    parser.add_argument("--dialect", choices=DIALECTS, default="0.7")
     parser.add_argument("--everything", action="store_true", help="check host functions too")
     arguments = parser.parse_args(argv)
     findings = [

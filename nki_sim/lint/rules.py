@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Severity = Literal["error", "warning"]
-Dialect = Literal["parser", "house"]
+Dialect = Literal["0.7", "0.6", "house"]
+DIALECTS: Final[tuple[Dialect, ...]] = ("0.7", "0.6", "house")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of the dialect; a severity of None means that the dialect accepts the construct."""
+    """One rule of the dialects; a severity of None means that a dialect accepts the construct.
+
+    `tracer` is for NKI 0.7, which lets Python run the kernel; `parser` for NKI 0.6, which reads it;
+    `house` for kernels that are to pass in both, and are easy to read.
+    """
 
     id: str
     construct: str
     why: str
     accepted: str
+    tracer: Severity | None = None
     parser: Severity | None = "error"
     house: Severity | None = "error"
+
+    def severity(self, dialect: Dialect) -> Severity | None:
+        """How bad it is in a dialect."""
+        return {"0.7": self.tracer, "0.6": self.parser, "house": self.house}[dialect]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,7 +52,7 @@ class Finding:
 
 
 _RULE_LIST = (
-    Rule("NKI000", "syntax error", "the file is no Python", "Correct it first."),
+    Rule("NKI000", "syntax error", "the file is no Python", "Correct it first.", tracer="error"),
     Rule("NKI001", "try", "kernels have no exceptions", "Check arguments on the host."),
     Rule(
         "NKI002",
@@ -56,6 +66,7 @@ _RULE_LIST = (
         "global or nonlocal",
         "a kernel must be a pure function",
         "Pass the value as an argument.",
+        tracer="warning",
     ),
     Rule("NKI005", "import", "imports belong to the module", "Import at the top of the file."),
     Rule(
@@ -160,6 +171,7 @@ _RULE_LIST = (
         "dynamic loop inside no_reorder",
         "a fixed order cannot span a loop that runs on the device",
         "Put no_reorder inside the loop body.",
+        tracer="error",
     ),
     Rule(
         "NKI027",
@@ -191,10 +203,10 @@ _RULE_LIST = (
     Rule(
         "NKI033",
         "dynamic_range",
-        "it is deprecated and goes away with the parser front end",
+        "NKI 0.7 has it no more, 0.6 deprecates it",
         "Use nl.fori_loop with a body function.",
+        tracer="error",
         parser="warning",
-        house=None,
     ),
     Rule(
         "NKI034",
@@ -213,6 +225,7 @@ _RULE_LIST = (
         "NumPy call",
         "it runs once, on the host, while the kernel is compiled, and cannot take a tensor",
         "Compute it on the host and pass it as an argument, or use nki.isa.",
+        tracer="warning",
         parser="warning",
     ),
     Rule(
@@ -220,6 +233,91 @@ _RULE_LIST = (
         "mutable default",
         "one list or dict would be shared by all calls, and keeps what an earlier one left in it",
         "Use None, or a tuple.",
+        tracer="warning",
+        parser="warning",
+    ),
+    Rule(
+        "NKI038",
+        "condition on a value of the device",
+        "Python decides while the kernel is compiled, before there are values",
+        "Use a mask (nisa.tensor_scalar), nl.while_loop or a bound of nl.fori_loop; compare with "
+        "None to ask whether it is there.",
+        tracer="error",
+    ),
+    Rule(
+        "NKI039",
+        "value of the device as a number of Python",
+        "there is no number while the kernel is compiled",
+        "Give it to nl.fori_loop as a bound, or to .ap() as scalar_offset.",
+        tracer="error",
+    ),
+    Rule(
+        "NKI040",
+        "operator on a value of the device",
+        "tensors and registers have none; scalars have +, - and *",
+        "Use nisa.tensor_tensor, nisa.tensor_scalar or an NkiScalar.",
+        tracer="error",
+    ),
+    Rule(
+        "NKI041",
+        "result of a loop body",
+        "a body of fori_loop returns nothing, one of while_loop the register of its condition",
+        "Keep results in a tensor made before the loop.",
+        tracer="error",
+    ),
+    Rule(
+        "NKI042",
+        "Python state changed in a loop body",
+        "the body is traced once, so the change takes effect once",
+        "Keep what changes from trip to trip in a tensor or register.",
+        tracer="error",
+        parser=None,
+    ),
+    Rule(
+        "NKI043",
+        "step of a loop",
+        "it must be a positive int known at compile time",
+        "Scale the counter inside the body.",
+        tracer="error",
+        parser=None,
+    ),
+    Rule(
+        "NKI044",
+        "name given twice in a loop body",
+        "names of instructions are unique in a body",
+        "Put a number into the name, or leave it out.",
+        tracer="error",
+        parser=None,
+    ),
+    Rule(
+        "NKI045",
+        "scalar_store of a number of Python",
+        "it takes an NkiScalar; the device would store nothing",
+        "Use nisa.memset.",
+        tracer="error",
+        parser=None,
+    ),
+    Rule(
+        "NKI046",
+        "coroutine, or a kernel that yields",
+        "calling it runs nothing, so nothing is traced",
+        "Use a plain function that returns its tensors.",
+        tracer="error",
+        parser=None,
+    ),
+    Rule(
+        "NKI047",
+        "name of an older dialect",
+        "it is of {dialect}, gone since NKI {gone}",
+        "Use {instead}.",
+        tracer="error",
+    ),
+    Rule(
+        "NKI048",
+        "module of an older dialect",
+        "it is of {dialect}, gone since NKI {gone}",
+        "Use {instead}.",
+        tracer="warning",
         parser="warning",
     ),
 )

@@ -29,13 +29,13 @@ def last_name(node: ast.AST) -> str:
     return dotted(node).rpartition(".")[2]
 
 
-def loop_body_names(node: ast.AST) -> Iterator[str]:
-    """Names handed to fori_loop or while_loop anywhere in a function."""
+def loop_bodies(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Names handed to fori_loop or while_loop anywhere in a function, with the loop's name."""
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and last_name(call.func) in _BODY_TAKERS:
             for value in [*call.args, *(keyword.value for keyword in call.keywords)]:
                 if isinstance(value, ast.Name):
-                    yield value.id
+                    yield value.id, last_name(call.func)
 
 
 def local_names(node: ast.AST) -> set[str]:
@@ -87,7 +87,8 @@ def _device_aliases(tree: ast.Module) -> set[str]:
     return aliases
 
 
-def _is_jitted(node: FunctionNode) -> bool:
+def is_jitted(node: FunctionNode) -> bool:
+    """Whether nki.jit decorates a function."""
     return any(last_name(decorator) == "jit" for decorator in node.decorator_list)
 
 
@@ -117,7 +118,7 @@ def kernel_side(tree: ast.Module) -> list[FunctionNode | ast.ClassDef]:
         if isinstance(node, ast.ClassDef):
             if _is_record(node):
                 pending.append(name)
-        elif _is_jitted(node) or _issues_instructions(node, aliases):
+        elif is_jitted(node) or _issues_instructions(node, aliases):
             pending.append(name)
     seen: set[str] = set()
     while pending:

@@ -3,7 +3,7 @@
 Files from low to high; each knows only those before it:
 
 - `memory`, `geometry`: bytes, which of them are defined, where a view lies.
-- `ambient`, `registers`, `views`, `tensor`: what kernels hold in their hands.
+- `ambient`, `numbers`, `registers`, `views`, `tensor`: what kernels hold in their hands.
 - `shared_log`, `system`: what the cores of a launch share.
 - `trips`: whether the trips of a dynamic loop are alike.
 - `program`, `allocator`, `undefined`, `core`: one core; its place in the kernel, its memories, and
@@ -17,7 +17,7 @@ language or of time.
 
 from nki_sim.machine.core import Core, Machine, NkiInstruction, current, running
 from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.registers import DynamicSlice, VirtualRegister
+from nki_sim.machine.registers import DynamicSlice, NkiScalar, SequencerValue, VirtualRegister
 from nki_sim.machine.system import Finding
 from nki_sim.machine.tensor import NkiTensor
 
@@ -28,7 +28,9 @@ __all__ = [
     "Machine",
     "MemoryRegion",
     "NkiInstruction",
+    "NkiScalar",
     "NkiTensor",
+    "SequencerValue",
     "VirtualRegister",
     "current",
     "running",

@@ -135,6 +135,7 @@ class Allocator(Program):
         if alloc is None:
             alloc = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
             alloc.defined.full = True
+            alloc.is_input = True
             if isinstance(array, np.ndarray) and (
                 self.full or dtype.kind != "f" or array.size <= self.machine.options.small_elements
             ):
@@ -219,6 +220,16 @@ class Allocator(Program):
                 self.clobber(alloc, tensor)
             if alloc.shared_log is not None:
                 alloc.shared_log.write(self, tensor, line)
+
+    def keep_input(self, alloc: Allocation) -> None:
+        """Keep a copy of an input that is about to be written for the first time, and say so."""
+        alloc.is_input = False
+        if alloc.has_data:
+            alloc.original = alloc.data.copy()
+        text = (
+            f"{alloc.name} is an input that the kernel writes; the caller's array stays as it was"
+        )
+        self.note("written", text)
 
     def clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:
         """Writing a placed tensor makes the same bytes of other placed tensors undefined."""

@@ -11,9 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from nki_sim.options import Version
+
 
 class _Ambient(Protocol):
     """What a register or a tensor may ask of the core it is used on."""
+
+    nki: Version
+    watches_numbers: bool
 
     def while_condition(self, register: Any) -> bool:
         """Serve ``while register:``."""

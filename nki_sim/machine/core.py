@@ -17,6 +17,7 @@ from nki_sim.machine.ambient import current as _current
 from nki_sim.machine.ambient import running as _running
 from nki_sim.machine.geometry import share_bytes
 from nki_sim.machine.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN, meet
+from nki_sim.machine.numbers import watch_results
 from nki_sim.machine.program import kernel_frame
 from nki_sim.machine.system import System
 from nki_sim.machine.tensor import NkiTensor
@@ -122,6 +123,8 @@ class Core(Allocator):
                 self.refuse_escaped(tensor)
             if alloc.space == tr.SBUF and not alloc.counted:
                 self.count_sbuf(alloc)
+            if alloc.is_input:
+                self.keep_input(alloc)
         if not self.full:
             known = self.plan_indices(writes, reads, meaning if op == "memset" else None)
         if undefined:
@@ -129,6 +132,8 @@ class Core(Allocator):
         else:
             if known and meaning is not None:
                 meaning()
+                if self.machine.float_flags.raised:
+                    watch_results(self, writes, reads)
             self.mark_written(writes, line)
         return NkiInstruction(index, trace)
 

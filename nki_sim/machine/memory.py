@@ -256,6 +256,8 @@ class Allocation:
 
     Attributes:
         birth: its number among the tensors and registers of its core; -1 where cores share it.
+        is_input: whether it came from the caller and nobody has written it.
+        original: bytes of an input from before the first write.
         space: SBUF, PSUM or HBM of `trace.py`.
         region: the language's name of the memory.
         rows, pitch: the grid; on chip partitions and bytes per partition.
@@ -285,10 +287,12 @@ class Allocation:
         "counted",
         "defined",
         "dtype",
+        "is_input",
         "known",
         "line",
         "loop_depth",
         "name",
+        "original",
         "owner",
         "pending",
         "pitch",
@@ -315,6 +319,8 @@ class Allocation:
     ) -> None:
         itemsize = dtype.itemsize
         self.birth = -1
+        self.is_input = False
+        self.original: NDArray[np.uint8] | None = None
         self.owner = owner
         self.region = region
         self.space = space = _REGION_SPACE[region]
@@ -346,6 +352,11 @@ class Allocation:
         self.clobbered_by: str = ""
         self.aliases: list[Any] = []
         self.shared_log: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.rows * self.pitch // self.dtype.itemsize
 
     @property
     def size_bytes(self) -> int:

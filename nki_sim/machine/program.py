@@ -116,12 +116,13 @@ class Program:
     """Where the program of one core is.
 
     Attributes:
-        machine, trace, options, target: shared by all cores.
+        machine, trace, options, target, nki: shared by all cores.
         full: whether floating-point arithmetic is carried out.
+        watches_numbers: whether to look for what overflows, and the like, now.
         rank, id: rank in the collective group, core within the rank.
         index: position among all cores of the launch.
         clock: vector clock over all cores; its own entry counts its meetings.
-        grid_ndim: 1 for a kernel launched with brackets, else 0.
+        grid: cores by axis of the launch; empty for a kernel launched without brackets.
         loop_depth: dynamic loops around the present instruction.
         no_reorder: `nl.no_reorder` blocks around it.
         births: tensors and registers made so far.
@@ -135,13 +136,15 @@ class Program:
         self.trace = machine.trace
         self.options = machine.options
         self.target = machine.target
+        self.nki = machine.nki
         self.full = machine.full
+        self.watches_numbers = machine.watches_numbers
         self.rank = rank
         self.id = core
         self.index = rank * machine.lnc + core
         self.clock = [0] * (machine.lnc * machine.num_ranks)
         self.clock[self.index] = 1
-        self.grid_ndim = 0
+        self.grid: tuple[int, ...] = ()
         self.loop_depth = 0
         self.no_reorder = 0
         self.births = 0
@@ -176,17 +179,11 @@ class Program:
     # Dynamic loops.
 
     def while_condition(self, register: VirtualRegister) -> bool:
-        """Serve ``while register:``; any other test of a register raises."""
+        """Serve ``while register:`` of NKI 0.6; any other test of a register raises."""
         frame = kernel_frame()
         lines = _while_lines(frame.f_code.co_filename)
-        if lines is not None and frame.f_lineno not in lines:
-            raise LanguageError(
-                "register",
-                "a condition known at compile time",
-                "a register",
-                "Registers may bound dynamic loops only",
-                location=self.location(),
-            )
+        if self.nki != "0.6" or (lines is not None and frame.f_lineno not in lines):
+            register.refuse_condition()
         key = (id(frame), frame.f_lineno)
         stack = self._while_loops
         if stack and stack[-1].key != key and any(loop.key == key for loop in stack):

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from nki_sim.errors import DeadlockError, DivergenceError
 from nki_sim.machine.core import Core, Machine
 
@@ -82,7 +80,8 @@ class Scheduler:
         self._turn[core.index].acquire()
         try:
             if self._failure is None:
-                with np.errstate(all="ignore"):
+                watches = self.machine.watches_numbers
+                with self.machine.float_flags.watch(is_on=watches):
                     results[core.index] = program(core)
         except _Abandoned:
             pass

@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple, Protocol
 from nki_sim import trace as tr
 from nki_sim.errors import NkiValidationError
 from nki_sim.machine.memory import Allocation
+from nki_sim.machine.numbers import FloatFlags
 from nki_sim.machine.shared_log import SharedLog
-from nki_sim.options import SimOptions
+from nki_sim.options import SimOptions, find_nki
 from nki_sim.targets import Target, find_target
 
 PACKAGE_DIR: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -54,12 +55,15 @@ class System:
 
     def __init__(self, options: SimOptions, lnc: int = 1, ranks: int = 1) -> None:
         self.options = options
+        self.nki = find_nki(options.nki)
         self.target: Target = find_target(options.target)
         self.lnc = lnc
         self.num_ranks = ranks
         self.trace = tr.Trace()
         self.findings: dict[tuple[str, str], Finding] = {}
         self.full = options.mode == "full"
+        self.watches_numbers = self.full and options.numbers == "report"
+        self.float_flags = FloatFlags()
         self.shared: dict[tuple[int, Any], Allocation] = {}
         self.shared_logs: list[SharedLog] = []
         self.scheduler: _Meetings | None = None
@@ -69,6 +73,16 @@ class System:
         self._callers: dict[tuple[tuple[int, int], ...], tr.Callers] = {}
         self._codes: list[Any] = []
         self.dropped: dict[int, int] = {}
+
+    def inputs(self) -> list[Allocation]:
+        """Return the tensors that came from the caller."""
+        return [alloc for (_, key), alloc in self.shared.items() if key[0] == "input"]
+
+    def restore_inputs(self) -> None:
+        """Give back to the caller's arrays what they held."""
+        for alloc in self.inputs():
+            if alloc.original is not None:
+                alloc.data[...] = alloc.original
 
     def find(self, kind: str, location: str, text: str) -> None:
         """Keep a finding, once per kind and place."""

@@ -29,7 +29,8 @@ from nki_sim.errors import (
 from nki_sim.machine.ambient import running
 from nki_sim.machine.geometry import Geometry, contiguous_strides, find_geometry, memory_range
 from nki_sim.machine.memory import Allocation, MemoryRegion
-from nki_sim.machine.registers import DynamicSlice, VirtualRegister
+from nki_sim.machine.numbers import watch_integers, watch_narrowing
+from nki_sim.machine.registers import DynamicSlice, SequencerValue
 from nki_sim.machine.views import Dynamic, Views
 from nki_sim.trace import HBM, Trace
 
@@ -71,7 +72,21 @@ class NkiTensor(Views):
         return f"NkiTensor({self.label()}, {list(self.shape)}, {self.dtype}, {memory})"
 
     def __bool__(self) -> bool:
-        return True
+        """Refuse to be a condition; in NKI 0.6 a tensor is true, as it is not None.
+
+        One element of a tensor is refused there too: it is meant for its value.
+        """
+        core = running()
+        is_element = self.size == 1 < self._alloc.size
+        if core is not None and core.nki == "0.6" and not is_element:
+            return True
+        raise LanguageError(
+            self.label(),
+            "a condition known at compile time",
+            f"a tensor of shape {list(self.shape)}",
+            "Python decides while the kernel is compiled, before there are values. Compare with "
+            "None, make a mask with nisa.tensor_scalar, or load a register for nl.while_loop",
+        )
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -108,7 +123,7 @@ class NkiTensor(Views):
         offset = self.offset
         new_shape: list[int] = []
         new_strides: list[int] = []
-        dynamic: tuple[VirtualRegister, int, int] | None = None
+        dynamic: tuple[SequencerValue, int, int] | None = None
         last_int: tuple[int, int] | None = None  # position, stride of the last dropped free axis
         for axis, item in enumerate(key):
             size = shape[axis]
@@ -122,7 +137,7 @@ class NkiTensor(Views):
                 dynamic = _one_register(self, dynamic, item.start, stride, size - item.size)
                 new_shape.append(item.size)
                 new_strides.append(stride)
-            elif isinstance(item, VirtualRegister):
+            elif isinstance(item, SequencerValue):
                 dynamic = _one_register(self, dynamic, item, stride, size - 1)
                 new_shape.append(1)
                 new_strides.append(stride)
@@ -220,11 +235,16 @@ class NkiTensor(Views):
 
     def f32(self) -> Array:
         """Return the elements as float32 [partitions, elements per partition]."""
-        return dtypes.to_float32(self.flat())
+        values = self.flat()
+        if self.dtype.itemsize == 4 and self.dtype.is_integer:
+            watch_integers(values)
+        return dtypes.to_float32(values)
 
     def store(self, values: Array) -> None:
         """Round `values` to the element type and write them; shapes may differ in rank."""
         array = self.array()
+        if values.dtype != array.dtype:
+            watch_narrowing(values, self.dtype)
         if not dtypes.is_cast(values.dtype, self.dtype):
             values = dtypes.convert(values, self.dtype)
         if values.shape != array.shape:
@@ -263,7 +283,7 @@ def read_index(index: Any) -> int:
         UninitializedRead: nobody wrote it.
         UnknownValue: `indices` mode skipped the arithmetic it depends on.
     """
-    if isinstance(index, VirtualRegister):
+    if isinstance(index, SequencerValue):
         return index.read()
     if not isinstance(index, NkiTensor):
         return int(index)
@@ -358,10 +378,11 @@ def _report_cut(tensor: NkiTensor, axis: int, item: slice, size: int) -> None:
 
 def _one_register(
     tensor: NkiTensor, found: Any, register: Any, stride: int, last: int
-) -> tuple[VirtualRegister, int, int]:
+) -> tuple[SequencerValue, int, int]:
     """Return a register index, the elements a step of it moves, and the elements it may move."""
     if found is not None or tensor._dynamic is not None:
         raise LanguageError(tensor.label(), "one dynamic index in a view", "a second one")
+    tensor._check_offset(register)
     if last < 0:
         raise OutOfBounds(tensor.label(), "a slice no longer than its axis", f"{-last} more")
     return register, stride, last * stride + 1

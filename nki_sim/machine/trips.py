@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from nki_sim.dtypes import DType
 from nki_sim.machine.memory import Allocation
-from nki_sim.machine.registers import DynamicSlice, VirtualRegister
+from nki_sim.machine.registers import DynamicSlice, SequencerValue, VirtualRegister
 from nki_sim.machine.tensor import NkiTensor
 
 _PLAIN = (int, str, bool, type(None), Enum, DType)
@@ -116,7 +116,7 @@ def _signature(bodies: Sequence[Body], value: Any) -> Any:
     kind = type(value)
     if kind is NkiTensor:
         return _tensor_signature(bodies, value)
-    if kind is VirtualRegister:
+    if isinstance(value, SequencerValue):
         if any(value is body.carried for body in bodies):
             return "carried register"
         return ("register", _born(bodies, value.birth))

@@ -50,6 +50,7 @@ def read_undefined(
     before = [tensor.array().copy() for tensor in writes]
     accumulators = {key: value.copy() for key, value in core.accumulators.items()}
     results = []
+    watches, core.watches_numbers = core.watches_numbers, False
     for fill in (*_FILLS, options.fill):
         for tensor, old in zip(writes, before, strict=True):
             tensor.array()[...] = old
@@ -59,6 +60,8 @@ def read_undefined(
         core.accumulators = {key: value.copy() for key, value in accumulators.items()}
         meaning()
         results.append([_bits(tensor.array()) for tensor in writes])
+    core.watches_numbers = watches
+    core.machine.float_flags.raised = 0
     core.mark_written(writes, core.line)
     for position, tensor in enumerate(writes):
         *others, last = (result[position] for result in results)

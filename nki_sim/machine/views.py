@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-from nki_sim.dtypes import Array, DType, as_dtype
+from nki_sim.dtypes import Array, DType, as_dtype, int64
 from nki_sim.errors import LanguageError, OutOfBounds
 from nki_sim.machine.geometry import Geometry, contiguous_strides, join_axes, reshape_strides
 from nki_sim.machine.memory import Allocation
-from nki_sim.machine.registers import VirtualRegister
+from nki_sim.machine.registers import NkiScalar, SequencerValue
 from nki_sim.trace import HBM
 
 
@@ -136,6 +136,13 @@ class Views:
         return self._derive(
             tuple(self.shape[d] for d in order), tuple(self.strides[d] for d in order), self.offset
         )
+
+    def _check_offset(self, index: Any) -> None:
+        """Refuse a scalar of 64 bits as an offset on chip."""
+        if self.on_chip and isinstance(index, NkiScalar) and index.dtype == int64:
+            raise LanguageError(
+                self.label(), "an int32 scalar as an offset on chip", "an int64 one"
+            )
 
     def _keep_partition(self, what: str, keeps: bool) -> None:
         if not keeps and (self.on_chip or (self._dynamic and self._dynamic.kind == "vector")):
@@ -296,7 +303,8 @@ class Views:
         self._keep_partition("select", dim != 0)
         shape = (*self.shape[:dim], *self.shape[dim + 1 :])
         strides = (*self.strides[:dim], *self.strides[dim + 1 :])
-        if isinstance(index, (VirtualRegister, Views)):
+        if isinstance(index, (SequencerValue, Views)):
+            self._check_offset(index)
             if self._dynamic is not None:
                 raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
             view = self._derive(shape, strides, self.offset)
@@ -340,7 +348,7 @@ class Views:
         Args:
             pattern: [stride, count] pairs, outermost first, in elements of `dtype`.
             offset: first element; None keeps the offset of this view.
-            scalar_offset: register or (1, 1) tensor, in rows of axis `indirect_dim`.
+            scalar_offset: register, scalar or (1, 1) tensor, in rows of axis `indirect_dim`.
             vector_offset: on-chip tensor with one row index per partition (DMA only).
             indirect_dim: axis of this tensor that the dynamic offset counts.
             dtype: reinterpret the bytes.
@@ -367,6 +375,7 @@ class Views:
         if self._dynamic is not None:
             raise LanguageError(self.label(), "a static tensor", ".ap on a dynamic view")
         view = self._derive(shape, strides, start, view_dtype)
+        self._check_offset(scalar_offset)
         if scalar_offset is None and vector_offset is None:
             return view
         if scalar_offset is not None and vector_offset is not None:

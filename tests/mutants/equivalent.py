@@ -385,8 +385,8 @@ EQUIVALENT = (
     ),
     Equivalent(
         "nki_sim/isa/registers.py",
-        'if value.dtype.itemsize > 4 or value.dtype.kind == "x":',
-        'if value.dtype.itemsize > 5 or value.dtype.kind == "x":',
+        'if tensor.dtype.itemsize > 4 or tensor.dtype.kind == "x":',
+        'if tensor.dtype.itemsize > 5 or tensor.dtype.kind == "x":',
         "no type has five bytes",
     ),
     Equivalent(

@@ -225,10 +225,10 @@ def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, l
 
     def kernel(x: Any, received: Any, table: Any) -> Any:
         collectives.all_to_all_v([x], [received], ALL4, table, known, has_rdispls)
-        return received
+        return received, table
 
-    nki_sim.run_ranks(kernel, [(data[r], old[r], metadata[r]) for r in range(4)], lnc=lnc)
-    for rank in range(4):
+    given = [(data[r], old[r], metadata[r]) for r in range(4)]
+    for rank, (got, table) in enumerate(nki_sim.run_ranks(kernel, given, lnc=lnc).outputs):
         expected = np.full(32, -1.0, np.float32)
         at = 0
         for sender in range(4):
@@ -237,9 +237,9 @@ def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, l
             first = at if has_rdispls else 8 * sender
             expected[first : first + size] = data[sender][start : start + size]
             at += size
-        np.testing.assert_array_equal(old[rank], expected)
+        np.testing.assert_array_equal(got, expected)
         row = [99] * 4 if known else counts[:, rank].tolist()
-        assert metadata[rank][2].tolist() == row
+        assert table[2].tolist() == row
 
 
 def test_what_no_chunk_covers_stays_unwritten() -> None:
@@ -268,15 +268,15 @@ def test_all_gather_v_sends_one_chunk_to_everybody() -> None:
 
     def kernel(x: Any, received: Any, table: Any) -> Any:
         collectives.all_gather_v([x], [received], ALL4, table)
-        return received
+        return received, table
 
-    nki_sim.run_ranks(kernel, [(data[r], old[r], metadata[r]) for r in range(4)], lnc=2)
-    for rank in range(4):
+    given = [(data[r], old[r], metadata[r]) for r in range(4)]
+    for got, table in nki_sim.run_ranks(kernel, given, lnc=2).outputs:
         expected = np.full(20, -1.0, np.float32)
         for sender, size in enumerate(counts):
             expected[5 * sender : 5 * sender + size] = data[sender][1 : 1 + size]
-        np.testing.assert_array_equal(old[rank], expected)
-        assert metadata[rank][2].tolist() == counts
+        np.testing.assert_array_equal(got, expected)
+        assert table[2].tolist() == counts
 
 
 @BOTH
@@ -286,10 +286,9 @@ def test_collective_permute_follows_its_pairs_and_leaves_the_rest(lnc: int) -> N
         return old
 
     data, old = inputs((2, 3)), inputs((2, 3))
-    before = [array.copy() for array in old]
-    nki_sim.run_ranks(kernel, [(data[r], old[r]) for r in range(4)], lnc=lnc)
-    for rank, expected in enumerate((before[0], data[2], data[0], before[3])):
-        np.testing.assert_array_equal(old[rank], expected)
+    found = nki_sim.run_ranks(kernel, [(data[r], old[r]) for r in range(4)], lnc=lnc).outputs
+    for got, expected in zip(found, (old[0], data[2], data[0], old[3]), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @BOTH

@@ -124,9 +124,7 @@ def test_a_jit_kernel_called_with_arrays_is_simulated() -> None:
     assert np.array_equal(nki_sim.run(double, X).outputs, 2 * X)
 
 
-def test_jit_refuses_what_was_removed() -> None:
-    with pytest.raises(TypeError, match="platform_target"):
-        nki_sim.jit(double, platform_target="trn2")
+def test_jit_refuses_an_unknown_keyword() -> None:
     with pytest.raises(TypeError, match="speed"):
         nki_sim.jit(double, speed=1)
 
@@ -140,13 +138,29 @@ def test_torch_in_means_torch_out(dtype: torch.dtype) -> None:
     assert torch.equal(result, x + x)
 
 
-def test_a_kernel_may_write_its_inputs() -> None:
-    def kernel(cache: Any, row: Any) -> None:
+def test_a_kernel_that_writes_an_input_is_told_of_and_leaves_the_callers_array() -> None:
+    def kernel(cache: Any, row: Any) -> Any:
         isa.dma_copy(cache[2:3], row)
+        return cache
 
     cache, row = np.zeros((4, 8), np.float32), np.ones((1, 8), np.float32)
-    nki_sim.simulate(kernel)(cache, row)
-    assert np.array_equal(cache.sum(axis=1), [0, 0, 8, 0])
+    run = nki_sim.run(kernel, cache, row)
+    assert np.array_equal(run.outputs.sum(axis=1), [0, 0, 8, 0])
+    assert not cache.any()
+    (finding,) = run.findings
+    assert (finding.kind, finding.location.split(":")[0]) == ("written", __file__)
+    assert "cache is an input that the kernel writes" in finding.text
+
+
+def test_inputs_are_given_back_after_an_error_too() -> None:
+    def kernel(cache: Any) -> None:
+        isa.dma_copy(cache[2:3], cache[0:1])
+        raise ValueError("stop")
+
+    cache = np.arange(32, dtype=np.float32).reshape(4, 8)
+    with pytest.raises(ValueError, match="stop"):
+        nki_sim.run(kernel, cache)
+    assert np.array_equal(cache, np.arange(32, dtype=np.float32).reshape(4, 8))
 
 
 class Mode(Enum):

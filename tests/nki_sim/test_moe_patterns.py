@@ -346,7 +346,9 @@ def test_9_a_tail_of_blocks_runs_under_a_register(form: str, mode: Any) -> None:
                 nl.while_loop(register, step)
         return out, seen
 
-    run = nki_sim.run(kernel, values, marks, conditions, options=SimOptions(mode=mode))
+    version: Any = "0.6" if form in ("dynamic_range", "while") else "0.7"
+    options = SimOptions(mode=mode, nki=version)
+    run = nki_sim.run(kernel, values, marks, conditions, options=options)
     rows, seen = run.outputs
     expected = np.full((N, 1), -1, np.int32)
     expected[2:5] = marks[2:5]

@@ -344,12 +344,15 @@ def unwritten_index(count: int) -> Kernel:
     return kernel
 
 
+def _count(total: Any) -> None:
+    isa.tensor_scalar(total, total, nl.add, 1.0)
+
+
 def unwritten_register(is_loaded: bool) -> Kernel:
     def kernel(x: Any) -> Any:
         register = isa.register_alloc(3 if is_loaded else None)
         total = _tile(0.0, (1, 1))
-        for _ in nl.dynamic_range(0, register):
-            isa.tensor_scalar(total, total, nl.add, 1.0)
+        nl.fori_loop(0, register, lambda _: _count(total))
         return _store(total)
 
     return kernel
@@ -486,8 +489,7 @@ def loop_trips(trips: tuple[int, int]) -> Kernel:
         core = nl.program_id(0)
         register = isa.register_alloc(trips[core])
         total = _tile(0.0, (1, 1))
-        for _ in nl.dynamic_range(0, register):
-            isa.tensor_scalar(total, total, nl.add, 1.0)
+        nl.fori_loop(0, register, lambda _: _count(total))
         out = nl.ndarray((2, 1), nl.float32, buffer=nl.shared_hbm)
         isa.dma_copy(out[core : core + 1], total)
         return out
@@ -524,8 +526,7 @@ def register_as(use: str) -> Kernel:
         register = isa.register_alloc(2)
         total = _tile(0.0, (1, 1))
         if use == "loop":
-            for _ in nl.dynamic_range(register):
-                isa.tensor_scalar(total, total, nl.add, 1.0)
+            nl.fori_loop(0, register, lambda _: _count(total))
         elif use == "if":
             if register:
                 isa.tensor_scalar(total, total, nl.add, 1.0)
@@ -679,7 +680,11 @@ PLANTS: dict[str, Plant] = {
         register_as("range"), register_as("loop"), E.LanguageError, "register"
     ),
     "loop-counter-written": Plant(
-        loop_counter(True), loop_counter(False), E.LanguageError, "register"
+        loop_counter(True),
+        loop_counter(False),
+        E.LanguageError,
+        "register",
+        options={"nki": "0.6"},
     ),
 }
 

@@ -9,6 +9,7 @@ from tests.repo.source import PACKAGES, Module
 
 _SIM_BASE = {
     "errors",
+    "dialects",
     "options",
     "dtypes",
     "constants",
@@ -27,8 +28,12 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "isa": _SIM_BASE | {"machine"},
         "language": _SIM_BASE | {"machine", "isa"},
         "time": {"trace", "hardware"},
-        "lint": set(),
-        **dict.fromkeys(("collectives", "launch", "provide", "testing"), _SIM_TOP),
+        "lint": {"dialects"},
+        **dict.fromkeys(
+            ("collectives", "launch", "provide", "testing", "own_kernel", "pytest_plugin"),
+            _SIM_TOP,
+        ),
+        "__main__": _SIM_TOP | {"lint", "own_kernel"},
     },
     "nki_kernels": {
         "common": set(),

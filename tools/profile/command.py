@@ -28,7 +28,6 @@ from neuron_moe.tools.console import format_table
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.parsers import Parser
-from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
 from neuron_moe.tools.profile.page import Launch, launch_rows, profile_page
 from neuron_moe.tools.profile.roofline import (
     roofline_figure,
@@ -48,6 +47,8 @@ from neuron_moe.tools.timing.sources import write_result
 from neuron_moe.tools.timing.useful_work import UsefulWork, layer_work
 from nki_sim.hardware import find
 from nki_sim.hardware_file import use_hardware
+from nki_sim.own_kernel import TIMES_ONLY as OWN_TIMES
+from nki_sim.own_kernel import load_kernel, read_arguments, simulate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 def _own(args: argparse.Namespace) -> Iterator[Launch]:
     """Simulate a kernel of a user."""
     kernel = load_kernel(args.kernel)
-    run = simulate(kernel, read_arguments(args.args), args.lnc, args.target)
+    options = replace(OWN_TIMES, target=args.target)
+    run = simulate(kernel, read_arguments(args.args), args.lnc, options)
     yield Launch(args.kernel.rpartition(":")[2], run.timeline)
 
 

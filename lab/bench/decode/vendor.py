@@ -185,7 +185,9 @@ def launch_moe(
         arguments["rank_id"] = np.zeros((1, 1), np.uint32)
     kernel = library.get("core.moe.moe_tkg.moe_tkg", "moe_tkg")
     with contextlib.redirect_stdout(io.StringIO()):  # the library reports its use of memory
-        return runs.run(kernel, lnc=CORES, options=options, **arguments)
+        return runs.run(
+            kernel, lnc=CORES, options=dataclasses.replace(options, nki="0.6"), **arguments
+        )
 
 
 def _launch_block(
@@ -214,7 +216,7 @@ def _launch_block(
         "rank_id": np.zeros((1, 1), np.uint32),
     }
     kernel = library.get("core.moe_block.moe_block_tkg", "moe_block_tkg")
-    return runs.run(kernel, lnc=CORES, options=options, **arguments)
+    return runs.run(kernel, lnc=CORES, options=dataclasses.replace(options, nki="0.6"), **arguments)
 
 
 def _experts(library: VendorLibrary, model: Model, format: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import Hardware
 
 H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels ask for; callers pad
-OPTIONS = TIMES_ONLY
+OPTIONS = replace(TIMES_ONLY, nki="0.6")  # the language of these kernels
 DOES_NOT_RUN = "does not run: "  # begins why a variant cannot compute a case
 
 

@@ -1,4 +1,4 @@
-"""Dynamic loops and registers: trips, nesting, the trace, and what does not compile."""
+"""Dynamic loops and registers of NKI 0.6: trips, nesting, the trace, and what does not compile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from nki_sim import AccumulateError, LanguageError, SimOptions, UninitializedRea
 from nki_sim.language import api as nl
 from nki_sim.machine import VirtualRegister
 from nki_sim.machine.trips import changing_names
+
+pytestmark = pytest.mark.usefixtures("nki_0_6")
 
 
 def counter(value: int = 0) -> Any:

@@ -10,11 +10,11 @@ import pytest
 
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
 from neuron_moe.tools.profile import main
-from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
 from neuron_moe.tools.profile.roofline import roofline_point, roofline_text
 from neuron_moe.tools.profile.what_if import changed_chip, sensitivity
 from nki_sim import TensorSpec
 from nki_sim.hardware import TRN2
+from nki_sim.own_kernel import TIMES_ONLY, load_kernel, read_arguments, simulate
 from nki_sim.time.timeline import Timeline
 from tests.tools.pages.asks import check_page
 
@@ -75,7 +75,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(file: Path) -> Timeline:
     kernel = load_kernel(f"{file}:copy")
     found: Timeline = simulate(
-        kernel, read_arguments(["128x512:bfloat16", "times=3"]), None, "trn2"
+        kernel, read_arguments(["128x512:bfloat16", "times=3"]), None, TIMES_ONLY
     ).timeline
     return found
 
@@ -99,7 +99,7 @@ def test_lines_have_their_source_and_sum_to_the_time(run: Timeline) -> None:
 def test_a_line_that_several_call_is_told_apart_by_its_callers(file: Path) -> None:
     kernel = load_kernel(f"{file}:twice")
     lines = simulate(
-        kernel, read_arguments(["128x512:bfloat16"]), None, "trn2"
+        kernel, read_arguments(["128x512:bfloat16"]), None, TIMES_ONLY
     ).timeline.line_times()
     shared = [one for one in lines if one.op == "tensor_copy"]
     assert sorted((one.instructions, one.origin) for one in shared) == [
@@ -133,7 +133,8 @@ def test_a_kernel_goes_where_the_numbers_of_a_file_say(file: Path, tmp_path: Pat
     kernel = load_kernel(f"{file}:gather")
     words = ["1000x64:bfloat16", f"rows={tmp_path / 'rows.npy'}"]
     assert (
-        simulate(kernel, read_arguments(words), None, "trn2").timeline.hbm_bytes > 2 * 16 * 64 * 2
+        simulate(kernel, read_arguments(words), None, TIMES_ONLY).timeline.hbm_bytes
+        > 2 * 16 * 64 * 2
     )
 
 

@@ -51,6 +51,7 @@ def launch(
     races = nki_sim.RaceError in forgiven
     zeros = nki_sim.UninitializedRead in forgiven
     options = nki_sim.SimOptions(
+        nki="0.6",  # the library's kernels loop over nl.dynamic_range
         target=platform,
         mode=mode,  # type: ignore[arg-type]
         # Some kernels name all tiles of a loop before they use the first.

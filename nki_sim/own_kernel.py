@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,15 +19,22 @@ from typing import Any, Final
 
 import numpy as np
 
-import nki_sim
-from neuron_moe.backends.nki.times import TIMES_ONLY
-from nki_sim import TensorSpec
 from nki_sim.dtypes import as_dtype
 from nki_sim.errors import NkiValidationError, UnknownValue
-from nki_sim.launch import Kernel
+from nki_sim.launch import Kernel, Run, Simulation, TensorSpec
 from nki_sim.machine.system import PACKAGE_DIR
+from nki_sim.options import SimOptions
+from nki_sim.provide import provide
 
-_OPTIONS: Final = replace(TIMES_ONLY, accumulate="off", callers=True)
+# Results that nobody looks at need no values, and rules that other runs check may be broken.
+TIMES_ONLY: Final = SimOptions(
+    mode="indices",
+    uninitialized="off",
+    races="off",
+    capacity="reorder",
+    accumulate="off",
+    callers=True,
+)
 _TENSOR: Final = re.compile(r"(\d+(?:x\d+)*):([a-z]\w*)")
 _NAMED: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -42,16 +49,16 @@ def load_kernel(place: str) -> Any:
     path = Path(file)
     if not file or not path.is_file() or path.suffix != ".py":
         raise ValueError(
-            f"--kernel {place}: no such file. Give FILE.py:NAME, as in my_kernels.py:exp."
+            f"kernel {place}: no such file. Give FILE.py:NAME, as in my_kernels.py:exp."
         )
-    nki_sim.provide()
-    with _told_as_theirs(f"--kernel {place}"):
+    provide()
+    with _told_as_theirs(f"kernel {place}"):
         module = _import(path.resolve())
     if not callable(getattr(module, name, None)):
         kernels = [known for known, value in vars(module).items() if isinstance(value, Kernel)]
         near = difflib.get_close_matches(name, kernels, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(kernels) or 'none'}."
-        raise ValueError(f"--kernel {place}: {path.name} has no kernel {name!r}. {hint}")
+        raise ValueError(f"kernel {place}: {path.name} has no kernel {name!r}. {hint}")
     return getattr(module, name)
 
 
@@ -109,7 +116,7 @@ def read_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
         if named is not None:
             by_name[named[1]] = _value(named[2])
         elif by_name:
-            raise ValueError(f"--args {word}: stands behind a named one. Name it: NAME={word}.")
+            raise ValueError(f"argument {word}: stands behind a named one. Name it: NAME={word}.")
         else:
             by_position.append(_value(word))
     return by_position, by_name
@@ -124,8 +131,8 @@ def _value(text: str) -> Any:
             dtype = as_dtype(tensor[2])
         except (TypeError, ValueError):
             raise ValueError(
-                f"--args {text}: {tensor[2]!r} is no dtype. Use float32, bfloat16, float16, int32,"
-                " uint8, ..."
+                f"argument {text}: {tensor[2]!r} is no dtype. Use float32, bfloat16, float16, "
+                "int32, uint8, ..."
             ) from None
         if np.issubdtype(dtype.numpy, np.integer):
             return np.zeros(shape, dtype.numpy)
@@ -139,36 +146,55 @@ def _value(text: str) -> Any:
 
 
 def simulate(
-    kernel: Any, arguments: tuple[list[Any], dict[str, Any]], lnc: int | None, target: str
-) -> nki_sim.Run:
-    """Run a kernel for its times.
+    kernel: Any,
+    arguments: tuple[list[Any], dict[str, Any]],
+    lnc: int | None,
+    options: SimOptions,
+) -> Run:
+    """Run a kernel.
 
-    Floating-point tensors have no values, unless instructions depend on them: then they are drawn.
+    Floating-point tensors have no values in mode "indices", unless instructions depend on them; in
+    mode "full" they are drawn.
 
     Args:
         kernel: of `nki.jit`, or a function.
         arguments: by position and by name.
         lnc: cores; None: as many as the kernel's brackets say.
-        target: the chip.
+        options: how to simulate.
 
     Raises:
         ValueError: arguments that the kernel does not take, or whatever goes wrong in it.
     """
-    options = replace(_OPTIONS, target=target)
     by_position, by_name = arguments
     function = getattr(kernel, "func", kernel)
     signature = inspect.signature(function)
     try:
         signature.bind(*by_position, **by_name)
     except TypeError as error:
-        raise ValueError(f"--args: {error}. It is {function.__name__}{signature}.") from None
+        raise ValueError(f"arguments: {error}. It is {function.__name__}{signature}.") from None
     with _told_as_theirs(function.__name__):
-        try:
-            return nki_sim.run(kernel, *by_position, lnc=lnc, options=options, **by_name)
-        except UnknownValue:
-            drawn = {name: _draw(value) for name, value in by_name.items()}
-            options = replace(options, mode="full")
-            return nki_sim.run(kernel, *map(_draw, by_position), lnc=lnc, options=options, **drawn)
+        if options.mode == "indices":
+            with suppress(UnknownValue):
+                return _start(kernel, by_position, by_name, lnc, options)
+        drawn = {name: _draw(value) for name, value in by_name.items()}
+        full = replace(options, mode="full")
+        return _start(kernel, [_draw(value) for value in by_position], drawn, lnc, full)
+
+
+def _start(
+    kernel: Any,
+    by_position: list[Any],
+    by_name: dict[str, Any],
+    lnc: int | None,
+    options: SimOptions,
+) -> Run:
+    """Run a kernel whose parameters may have any name."""
+    launched = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
+    launched = launched if lnc is None else launched[lnc]
+    simulation = Simulation(launched, options)
+    simulation(*by_position, **by_name)
+    assert simulation.last_run is not None
+    return simulation.last_run
 
 
 def _draw(value: Any) -> Any:

@@ -1,0 +1,107 @@
+"""The simulator without the rest of the project: ``python -m nki_sim run | lint | profile``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from nki_sim.lint import linter
+from nki_sim.options import VERSIONS, SimOptions
+from nki_sim.own_kernel import TIMES_ONLY, load_kernel, read_arguments, simulate
+
+_ARGUMENTS: Final = """\
+Arguments of the kernel, each VALUE or NAME=VALUE: a tensor as 128x4096:bfloat16, an array as
+FILE.npy, a number, True, False, None, a tuple, or any other text. Tensors of floating point are
+drawn, integer ones hold zeros."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, lint or profile kernels of a file.
+
+    Returns:
+        0; 1 where a kernel breaks a rule or the linter has an error; 2 for a wrong command.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["lint"]:
+        return linter.main(words[1:])
+    args = _parser().parse_args(words)
+    try:
+        return _run(args) if args.command == "run" else _profile(args)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nki_sim", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("run", "Run a kernel with every check; print what it returns and what was found."),
+        ("profile", "Print how long a kernel takes on a chip, and which lines hold it up."),
+    ):
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=_ARGUMENTS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("kernel", metavar="FILE.py:NAME")
+        command.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+        command.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
+        command.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
+        command.add_argument("--nki", choices=VERSIONS, help="version (default: 0.7)")
+        if name == "run":
+            command.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the results")
+        else:
+            command.add_argument("--picture", metavar="FILE.png", help="draw the engine lanes")
+            command.add_argument("--perfetto", metavar="FILE.json", help="for ui.perfetto.dev")
+    commands.add_parser("lint", help="Check kernels against the NKI language.")
+    return parser
+
+
+def _simulate(args: argparse.Namespace, options: SimOptions) -> Any:
+    """Run the kernel that the command names."""
+    chosen = replace(options, target=args.target, nki=args.nki)
+    return simulate(load_kernel(args.kernel), read_arguments(args.arguments), args.lnc, chosen)
+
+
+def _run(args: argparse.Namespace) -> int:
+    run = _simulate(args, SimOptions())
+    outputs = _arrays(run.outputs)
+    for name, value in outputs.items():
+        shown = np.array2string(value, threshold=16, precision=5)
+        sys.stdout.write(f"{name} {list(value.shape)} {value.dtype}\n{shown}\n")
+    for finding in run.findings:
+        place = f"{finding.location}: " if finding.location else ""
+        sys.stdout.write(f"{place}finding {finding.kind}: {finding.text}\n")
+    if args.save is not None:
+        np.savez(args.save, allow_pickle=False, **outputs)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    timeline = _simulate(args, TIMES_ONLY).timeline
+    sys.stdout.write(f"{timeline.summary()}\n")
+    if args.picture is not None:
+        sys.stdout.write(f"{timeline.save_picture(args.picture)}\n")
+    if args.perfetto is not None:
+        timeline.save_perfetto(args.perfetto)
+        sys.stdout.write(f"{args.perfetto}\n")
+    return 0
+
+
+def _arrays(outputs: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return what a kernel returned by name: output, or output_0 and so on."""
+    if isinstance(outputs, (tuple, list)):
+        return {f"output_{k}": np.asarray(value) for k, value in enumerate(outputs)}
+    return {} if outputs is None else {"output": np.asarray(outputs)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
