@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Final, Literal, cast, get_args, get_origin, get_type_hints
 
 Policy = Literal["error", "report", "off"]
 Version = Literal["0.7", "0.6"]
@@ -75,14 +76,23 @@ class SimOptions:
     def __post_init__(self) -> None:
         if self.nki not in (None, *VERSIONS):
             raise ValueError(f'nki={self.nki!r}: must be "0.7", "0.6" or None.')
-        if self.mode not in ("full", "indices"):
-            raise ValueError(f'mode={self.mode!r}: must be "full" or "indices".')
+        for name, choices in _choices().items():
+            if (value := getattr(self, name)) not in choices:
+                listed = ", ".join(f'"{choice}"' for choice in choices[:-1])
+                raise ValueError(f'{name}={value!r}: must be {listed} or "{choices[-1]}".')
         if not 0 <= self.fill <= 255:
             raise ValueError(f"fill={self.fill}: must be a byte, 0 to 255.")
         if self.mx_headroom not in (0, 1):
             raise ValueError(f"mx_headroom={self.mx_headroom}: must be 0 or 1.")
         if not 0.0 <= self.preempt < 1.0:
             raise ValueError(f"preempt={self.preempt}: must be a probability below 1.")
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Return the words that each option of words takes."""
+    hints = get_type_hints(SimOptions).items()
+    return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
 
 def find_nki(version: Version | None) -> Version:

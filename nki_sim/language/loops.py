@@ -51,7 +51,7 @@ def dynamic_range(start: Any, stop: Any = None, step: Any = 1) -> Iterator[Virtu
             "loop",
             "nl.fori_loop(lower, upper, body)",
             "nl.dynamic_range, which NKI 0.7 has no more",
-            'Use a body function, or SimOptions(nki="0.6")',
+            'Use a body function, or SimOptions(nki="0.6"), NKI_COMPILER_FRONTEND=custom',
             instruction="dynamic_range",
             location=core.location(),
         )

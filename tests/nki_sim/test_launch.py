@@ -382,11 +382,27 @@ def test_the_languages_own_variable_chooses_the_target(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mode": "fast"}, {"fill": 256}, {"preempt": 1.5}], ids=lambda w: next(iter(w))
+    "wrong",
+    [
+        {"mode": "fast"},
+        {"fill": 256},
+        {"preempt": 1.5},
+        {"races": "ignore"},
+        {"nki": "0.5"},
+        {"uninitialized": "x"},
+        {"numbers": "error"},
+        {"capacity": "none"},
+    ],
+    ids=lambda w: next(iter(w)),
 )
 def test_options_refuse_what_they_do_not_know(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SimOptions(**wrong)
+
+
+def test_an_option_of_words_says_which_it_takes() -> None:
+    with pytest.raises(ValueError, match=r'races=\'no\': must be "error", "report" or "off"'):
+        SimOptions(races="no")  # type: ignore[arg-type]
 
 
 def test_indices_mode_needs_no_float_values_and_gives_the_same_trace() -> None:
