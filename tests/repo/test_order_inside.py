@@ -45,7 +45,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
 # neuron_moe, lowest first: files import what stands above their own line here, or in it. The
 # longest prefix counts, so that a file of a folder can stand elsewhere than the folder.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "device"),
+    ("errors", "versions", "device"),
     ("tuned",),
     ("spec", "quantize", "blocks"),
     ("passes",),
