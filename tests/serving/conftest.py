@@ -40,6 +40,7 @@ OTHERS = (
     "olmoe",
     "qwen2_moe",
     "solar_open",
+    "hy_v3",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
