@@ -18,7 +18,7 @@ from neuron_moe.models.biased_routing import (
     build_feed_forward,
     prediction_blocks,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
@@ -56,7 +56,11 @@ class HYV3Config(BiasedRoutingConfig):
         num_layers = reader.get("num_hidden_layers", int)
         kinds = reader.get_strings("mlp_layer_types")
         kinds = kinds or tuple(LAYER_TYPES[layer > 0] for layer in range(num_layers))
-        check_layer_types(kinds, num_layers, LAYER_TYPES)
+        if set(kinds) - set(LAYER_TYPES) or len(kinds) != num_layers or "sparse" not in kinds:
+            raise ValueError(
+                f"mlp_layer_types={list(kinds)}: must name num_hidden_layers={num_layers} layers,"
+                " each dense or sparse, at least one of these. Correct it, or leave it out."
+            )
         inner = reader.get("moe_intermediate_size", int)
         reader.require("expert_hidden_dim", inner)
         more = reader.get("num_nextn_predict_layers", int, 0)

@@ -351,7 +351,6 @@ FAMILIES |= {
             "attention_bias": True,
             "router_scaling_factor": 1.0,
             "num_shared_experts": 2,
-            "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
     ),
 }
