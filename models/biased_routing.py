@@ -7,7 +7,7 @@ predict further tokens, are left out.
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, sections 2.1.2 and 2.2.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[st
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    blocks = _prediction_blocks(rules, config.prediction_layers)
+    blocks = prediction_blocks(rules, _sparse_rules, config.prediction_layers)
     for layer in sparse:
         rules += _sparse_rules(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
@@ -163,17 +163,25 @@ def _sparse_rules(layer: str) -> list[Rule]:
     ]
 
 
-def _prediction_blocks(decoder: Sequence[Rule], layers: Sequence[int]) -> dict[str, list[str]]:
+def prediction_blocks(
+    decoder: Sequence[Rule], sparse_rules: Callable[[str], list[Rule]], layers: Sequence[int]
+) -> dict[str, list[str]]:
     """Return the tensors of layers that predict further tokens: a sparse layer and its frame.
+
+    Args:
+        decoder: rules of what all layers have.
+        sparse_rules: returns those of a sparse layer, whose number or `{layer}` it is given.
+        layers: numbers of those that predict.
 
     A norm of the frame, which no other layer has, tells such a layer from one of the model that
     config.json does not count.
     """
-    frame = "embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"
+    frame = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
+    frame += ["final_layernorm"]  # of Hy3
     patterns = [f"model.layers.{{layer}}.{name}.weight" for name in frame]
     patterns += [
         pattern
-        for rule in (*decoder, *_sparse_rules("{layer}"))
+        for rule in (*decoder, *sparse_rules("{layer}"))
         for pattern in rule.patterns
         if "{layer}" in pattern
     ]

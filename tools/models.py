@@ -10,7 +10,7 @@ import torch
 from neuron_moe.checkpoint import Checkpoint, open_checkpoint
 from neuron_moe.configs import config_names, find_config, load_config
 from neuron_moe.models.hf_config import read_json_object
-from neuron_moe.models.loader import read_config
+from neuron_moe.models.loader import CONFIG_FILE, parse_config, read_config
 from neuron_moe.models.shipped import checkpoint_folder, find_checkpoint
 from neuron_moe.tools.parsers import DETAILS, Parser
 
@@ -31,8 +31,16 @@ def add_checkpoint_option(parser: Parser, told: str = CHECKPOINT_HELP) -> None:
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
-    """Return the folder of the checkpoint that a command line names."""
-    return checkpoint_folder(args.model, download=args.download)
+    """Return the folder of the checkpoint that a command line names, of a model that is read here.
+
+    Raises:
+        FileNotFoundError: there is none, or it has no config.json.
+        OSError: it cannot be downloaded.
+        ValueError: it is of no model that is read here, or its config.json is wrong.
+    """
+    folder = checkpoint_folder(args.model, download=args.download)
+    parse_config(read_config(folder), folder / CONFIG_FILE)
+    return folder
 
 
 def read_model(
@@ -50,7 +58,7 @@ def read_model(
         ValueError: a file that is not as it must be.
     """
     path = Path(name)
-    if path.is_file():
+    if path.is_file() and path.suffix != ".gguf":
         return read_json_object(path), None
     folder = find_checkpoint(path)
     if folder is None and not download and (found := find_config(str(name))) is not None:

@@ -335,6 +335,25 @@ FAMILIES |= {
         },
     ),
 }
+HY3: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+}
+FAMILIES |= {
+    "hy_v3": Family("hy_v3", HY3),
+    "hy_v3-biases": Family(
+        "hy_v3",
+        {
+            **HY3,
+            "attention_bias": True,
+            "router_scaling_factor": 1.0,
+            "num_shared_experts": 2,
+        },
+    ),
+}
 SLOW = {"qwen3_5_moe-alternating"}  # with transformers' recurrence, token by token
 
 

@@ -327,6 +327,15 @@ def test_a_head_takes_its_part_of_the_hidden_size_where_no_key_says_else() -> No
     assert read("mixtral", {"head_dim": 32}).head_dim == 32
 
 
+def test_hy3_lists_its_sparse_layers() -> None:
+    more = {"router_scaling_factor": 1.0}
+    kinds = {"mlp_layer_types": ["sparse", "dense", "sparse"]}
+    assert read("hy_v3", more).sparse_layers == (1, 2)
+    assert read("hy_v3", more | kinds).sparse_layers == (0, 2)
+    with pytest.raises(ValueError, match=r"mlp_layer_types=.*must name num_hidden_layers=2 layers"):
+        read("hy_v3", more | kinds | {"num_hidden_layers": 2})
+
+
 def test_the_part_of_a_head_that_minimax_turns_has_two_spellings() -> None:
     rope = {"rope_type": "default", "rope_theta": 5e6}
     published = read("minimax_m2", {"rope_parameters": rope, "rotary_dim": 8})

@@ -316,11 +316,22 @@ def test_a_folder_without_config_is_told_what_it_holds(
         neuron_moe.load(tmp_path)
 
 
-def test_a_gguf_file_is_told_what_it_is(tmp_path: Path) -> None:
+def test_a_gguf_file_is_told_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.gguf"
     path.touch()
     with pytest.raises(FileNotFoundError, match=r"a GGUF file of llama\.cpp, which"):
         neuron_moe.load(path)
+    assert cli.main(["inspect", "--model", str(path)]) == 2
+    assert "a GGUF file of llama.cpp" in capsys.readouterr().err
+
+
+def test_commands_tell_a_dense_model_before_its_tokenizer_is_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OTHERS["dense"][0]))
+    for command in (["generate", "--prompt", "Hello"], ["chat"]):
+        assert cli.main([*command, "--model", str(tmp_path)]) == 2
+        assert "a dense model" in capsys.readouterr().err
 
 
 def test_the_package_stays_light_until_a_model_is_loaded() -> None:

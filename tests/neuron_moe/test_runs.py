@@ -55,7 +55,7 @@ def test_a_static_step_takes_the_path_that_was_decided(
     plan: Any = SimpleNamespace(
         parts=parts,
         path=path,
-        _is_static=lambda _: True,
+        _is_static=lambda *_: True,
         decision=SimpleNamespace(work=SimpleNamespace(block_size=2)),
     )
     torch_backend.TorchPlan.experts(plan, torch.zeros(2, 8), routing)

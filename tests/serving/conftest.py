@@ -22,7 +22,7 @@ from tests.models.families import FAMILIES, write_checkpoint
 SIZES = {"head_dim": 32, "attention_chunk_size": 64, "max_position_embeddings": 4096}
 OWN_SIZES = {
     # Their heads are what that divides.
-    **{key: {"num_attention_heads": 2} for key in ("dbrx", "olmoe", "qwen2_moe")},
+    **{name: {"num_attention_heads": 2} for name in ("dbrx", "olmoe", "qwen2_moe")},
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
 }
 # Run inside vLLM, by themselves: the first in the short form of the tests, too.
@@ -40,6 +40,7 @@ OTHERS = (
     "olmoe",
     "qwen2_moe",
     "solar_open",
+    "hy_v3",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer

@@ -88,7 +88,7 @@ def broken(folder: Path, case: str) -> str:
 
 BAD = {
     "unknown-key": "num_expert=3",
-    "unknown-architecture": "Did you mean 'gpt_oss'",
+    "unknown-architecture": "model_type='gpt_os' (GptOssForCausalLM): a Mixture-of-Experts family",
     "not-an-object": "must be a JSON object",
     "missing-tensor": "model.norm.weight",
     "no-such-model": "model=gpt_oss_7b: there is no such folder",
