@@ -259,6 +259,8 @@ def _launch(
     keep_freed_memory()
     degree = lnc if lnc is not None else kernel.lnc
     machine = Machine(options, degree or 1, len(calls))
+    if machine.watcher is not None:
+        machine.watcher.begun(getattr(kernel, "__name__", "kernel"))
     uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))
 
     def program(core: Core) -> Any:
@@ -284,6 +286,8 @@ def _launch(
     check_flow(machine)
     check_races(machine)
     check_capacity(machine)
+    if machine.watcher is not None:
+        machine.watcher.ended(machine.trace)
     per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
     outputs = [_collect(machine, value, uses_torch) for value in per_rank]
     return Run(outputs[0] if single else outputs, machine.trace, options, machine)

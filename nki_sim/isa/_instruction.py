@@ -44,6 +44,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
     signature = inspect.signature(body)
     parameters = list(signature.parameters.values())[1:]
     names = tuple([parameter.name for parameter in parameters])
+    defaults = {parameter.name: parameter.default for parameter in parameters}
 
     @functools.wraps(body)
     def issue(*args: Any, **kwargs: Any) -> Any:
@@ -55,6 +56,9 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
         try:
             core.call = (names, args, kwargs)
             core.dynamic_operands = 0
+            given = None
+            if core.machine.watcher is not None:
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
             if core.open_loops:
                 core.same_as_first_trip(name, names, args, kwargs)
             if resolve:
@@ -68,7 +72,10 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                     if type(arg) is NkiTensor and arg._dynamic is not None:
                         core.dynamic_operands = 1
                         kwargs[key] = arg.resolve()
-            return body(core, *args, **kwargs)
+            result = body(core, *args, **kwargs)
+            if given is not None:
+                core.machine.watcher.issued(core, name, defaults, given, result)
+            return result
         except NkiValidationError as error:
             if error.operand not in names:
                 error.operand = core.operand_of_error(error)
