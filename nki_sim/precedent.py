@@ -94,15 +94,16 @@ _REMARKS: Final = (
         "the page says nothing of a destination of another type (nki.isa.nc_match_replace8)",
     ),
     (
-        "tensor_tensor",
+        "gpsimd engine",
         "of integers",
         "int32 operands go to GpSimd by default; which operators it has for them is listed nowhere"
         " (nki.isa.tensor_tensor)",
     ),
     (
-        "sendrecv",
-        "dynamic loop",
-        "cores whose control flow differs may deadlock (NKI 0.3 known issues)",
+        "tensor_copy",
+        "scalar_offset",
+        "dynamic accesses of SBUF crashed the compiler (aws-neuron-sdk issue 1373, closed: fixed"
+        " in SDK 2.32)",
     ),
 )
 
@@ -200,7 +201,8 @@ def _aspects(
     """Yield the uses of an instruction with their levels.
 
     Vector, Scalar and GpSimd have one way to read and write whatever the instruction, and one ALU
-    that takes and gives any type: patterns, types, operators and loops are uses of the engine there.
+    that takes and gives any type: there patterns, types, operators and loops are uses of the
+    engine.
     """
     who = f"{engine} engine" if engine in _COMPUTES else op
     tensors: list[tuple[str, NkiTensor]] = []
@@ -331,7 +333,9 @@ class _Walk:
 
 def _loop_aspects(trace: tr.Trace) -> Iterator[tuple[Use, int, int]]:
     """Yield uses of dynamic loops, their levels, and the ids of source lines."""
-    if not any(isinstance(fact, tr.ControlFacts) and fact.kind == "loop_begin" for fact in trace.facts):
+    if not any(
+        isinstance(fact, tr.ControlFacts) and fact.kind == "loop_begin" for fact in trace.facts
+    ):
         return
     rows = trace.columns().tolist()
     operands, first = (ids.tolist() for ids in trace.operand_ids())

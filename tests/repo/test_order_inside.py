@@ -29,6 +29,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "time": {"trace", "hardware"},
         "lint": set(),
         **dict.fromkeys(("collectives", "launch", "provide", "testing"), _SIM_TOP),
+        "precedent": _SIM_BASE | {"machine", "isa"},
     },
     "nki_kernels": {
         "common": set(),

@@ -33,7 +33,7 @@ from neuron_moe.tools.check.vendor import run_case
 from neuron_moe.tools.check.vendor_cases.calls import calls
 from neuron_moe.tools.check.vendor_cases.case import Limits
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
-from neuron_moe.tools.chip.cases import CASES
+from neuron_moe.tools.chip.cases import SMALL
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
@@ -47,15 +47,15 @@ _BOTH: Final = (True, False)  # one launch, and one for each stage
 LAYERS: Final = (
     ("gpt_oss_120b", 8, "decode", 4, _BOTH),
     ("gpt_oss_120b", 8, "decode", 16, _BOTH),
-    ("gpt_oss_120b", 8, "prefill", 512, _BOTH),
+    ("gpt_oss_120b", 8, "prefill", 1024, _BOTH),
     ("qwen3_30b_a3b", 8, "decode", 16, _BOTH),
     ("qwen3_30b_a3b", 8, "prefill", 1024, _BOTH),
     ("llama4_scout", 16, "decode", 4, _BOTH),
-    ("llama4_scout", 16, "prefill", 256, _BOTH),
+    ("llama4_scout", 16, "prefill", 512, _BOTH),
     ("mixtral_8x7b", 8, "decode", 4, _BOTH),
+    ("mixtral_8x7b", 8, "prefill", 512, _FUSED),
     ("deepseek_v3", 16, "decode", 16, _FUSED),
 )
-_FULL: Final = tuple(name for name in CASES if name.startswith("small/"))
 # Kernels of the tutorials that are written for NKI 0.2 or later, and their arguments.
 _TUTORIALS: Final = "src/nki_samples/tutorials/matrix_multiplication"
 _PRODUCTS: Final = {
@@ -129,7 +129,7 @@ def our_runs() -> Iterator[tuple[str, Callable[[], Any]]]:
         for in_one in forms:
             name = f"{model} TP{tp}, {phase} of {tokens}, {'one launch' if in_one else 'stages'}"
             yield name, lambda m=model, t=tp, p=phase, n=tokens, o=in_one: _run_layer(m, t, p, n, o)
-    for case in (CASES[name] for name in _FULL):
+    for case in SMALL:
         yield case.id, lambda case=case: run_ours(case, NO_LIMITS)
 
 
@@ -208,5 +208,3 @@ def _print(uses: int, shown: dict[str, int], missing: list[Missing]) -> None:
         first, *others = found
         more = f" and {len(others)} more" if others else ""
         print(f"{Path(first.file).name}:{first.line}{more} ({first.kernel}): {what}")
-
-
