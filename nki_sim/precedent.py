@@ -145,12 +145,13 @@ class Recorder:
         handle = getattr(result, "handle", None)
         row = core.trace.row(handle) if type(handle) is int else None
         facts = None if row is None else core.trace.facts[row[tr.FACTS]]
-        seen = core.line, core.loop_depth, facts, _signature(given)
+        line = core.here() if row is None else core.line
+        seen = op, line, core.loop_depth, facts, _signature(given)
         if seen in self._seen:
             return
         self._seen.add(seen)
         engine = "" if row is None else tr.ENGINE_NAMES[row[tr.ENGINE]]
-        place = Place(self._kernel, *core.trace.lines[core.line])
+        place = Place(self._kernel, *core.trace.lines[line])
         for use, levels in _aspects(op, engine, defaults, given, facts, core.loop_depth):
             self._note(use, levels, place)
 
@@ -175,7 +176,7 @@ def recording() -> Iterator[Recorder]:
 
 def _signature(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells instructions of one line apart, as far as their uses go."""
-    return tuple([(name, _signature_of(value)) for name, value in given.items()])
+    return tuple([(name, _signature_of(item)) for name, item in given.items() if name != "name"])
 
 
 def _signature_of(value: Any) -> Any:
@@ -219,8 +220,8 @@ def _aspects(
         elif name in given and _word(value) != _word(default):
             yield Use(op, "argument", f"{name}={_word(value)}"), 0
     yield Use(op, INSTRUCTION, f"on {engine}"), 0
-    for name, item in dict.fromkeys((name, _memory(item)) for name, item in tensors):
-        yield Use(op, "operand", f"{name} in {item}"), 0
+    for words in dict.fromkeys(f"{name} in {_memory(item)}" for name, item in tensors):
+        yield Use(op, "operand", words), 0
     if operators and who != op:
         for name, item in tensors:
             yield Use(who, "types", f"ALU {_direction(name)} {item.dtype}"), 0

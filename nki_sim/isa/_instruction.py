@@ -56,8 +56,8 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
         try:
             core.call = (names, args, kwargs)
             core.dynamic_operands = 0
-            given = None
-            if core.machine.watcher is not None:
+            watcher = core.machine.watcher
+            if watcher is not None:
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
             if core.open_loops:
                 core.same_as_first_trip(name, names, args, kwargs)
@@ -73,8 +73,8 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                         core.dynamic_operands = 1
                         kwargs[key] = arg.resolve()
             result = body(core, *args, **kwargs)
-            if given is not None:
-                core.machine.watcher.issued(core, name, defaults, given, result)
+            if watcher is not None:
+                watcher.issued(core, name, defaults, given, result)
             return result
         except NkiValidationError as error:
             if error.operand not in names:
