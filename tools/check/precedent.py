@@ -19,8 +19,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.kernel is None:
             _each(our_runs())
         else:
-            simulate(load_kernel(options.kernel), read_arguments(options.args), options.lnc, CHIP)
+            _run_own(options.kernel, options.args, options.lnc)
     report = table.counts(recorder)
     _print(report["uses"], report["sources"], table.without(recorder))
     if options.json is not None:
@@ -128,9 +129,9 @@ def our_runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     for model, tp, phase, tokens, forms in LAYERS:
         for in_one in forms:
             name = f"{model} TP{tp}, {phase} of {tokens}, {'one launch' if in_one else 'stages'}"
-            yield name, lambda m=model, t=tp, p=phase, n=tokens, o=in_one: _run_layer(m, t, p, n, o)
+            yield name, partial(_run_layer, model, tp, phase, tokens, in_one)
     for case in SMALL:
-        yield case.id, lambda case=case: run_ours(case, NO_LIMITS)
+        yield case.id, partial(run_ours, case, NO_LIMITS)
 
 
 def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool) -> None:
@@ -147,7 +148,7 @@ def vendor_runs(library: VendorLibrary, cases: Path) -> Iterator[tuple[str, Call
     for case in read_cases(cases):
         if case.platform == CHIP:
             name = f"{case.kernel}/{case.variant} {case.id}"
-            yield name, lambda case=case: run_case(case, library, Limits())
+            yield name, partial(run_case, case, library, Limits())
     yield from calls(library)
 
 
@@ -155,8 +156,11 @@ def tutorial_runs(samples: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield names of kernels of the vendor's tutorials, and what runs each."""
     file = samples / _TUTORIALS / "matrix_multiplication_nki_kernels.py"
     for name, words in _PRODUCTS.items():
-        arguments = read_arguments(words)
-        yield name, lambda n=name, a=arguments: simulate(load_kernel(f"{file}:{n}"), a, None, CHIP)
+        yield name, partial(_run_own, f"{file}:{name}", words)
+
+
+def _run_own(place: str, words: Sequence[str], lnc: int | None = None) -> None:
+    simulate(load_kernel(place), read_arguments(words), lnc, CHIP)
 
 
 def _each(runs: Iterator[tuple[str, Callable[[], Any]]]) -> None:

@@ -149,8 +149,8 @@ def calls(library: VendorLibrary) -> Iterator[tuple[str, Callable[[], Any]]]:
             TRANSPOSE_OUT=turns,
             **weight,
         )
-    names = ("q_ref", "k_ref", "v_ref", "o_ref", "dy_ref")
-    heads = {name: floats(1, 2, 128, 512) for name in names}
+    parts = ("q_ref", "k_ref", "v_ref", "o_ref", "dy_ref")
+    heads = {name: floats(1, 2, 128, 512) for name in parts}
     for mixed in (False, True):
         yield kernel(
             "core.attention.attention_bwd:attention_bwd",
