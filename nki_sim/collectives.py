@@ -77,7 +77,11 @@ def _collective(function: _F) -> _F:
         try:
             if core.open_loops:
                 core.same_as_first_trip(name, names, args, kwargs)
-            return function(core, *args, **kwargs)
+            result = function(core, *args, **kwargs)
+            if core.machine.watcher is not None:
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                core.machine.watcher.issued(core, name, defaults, given, result)
+            return result
         except NkiValidationError as error:
             core.locate(error, name)
             raise
@@ -85,6 +89,7 @@ def _collective(function: _F) -> _F:
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]
     names = tuple([parameter.name for parameter in parameters])
+    defaults = {parameter.name: parameter.default for parameter in parameters}
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return cast(_F, call)
 

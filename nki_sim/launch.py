@@ -339,6 +339,8 @@ def _launch(
     if len(grid) > 1:
         text = f"grid={grid}: the first NKI has several axes; today's has one of 1 or 2 cores"
         machine.find("deprecated", "", f"{text} (NEURON_LOGICAL_NC_CONFIG). Use loops")
+    if machine.watcher is not None:
+        machine.watcher.begun(getattr(kernel, "__name__", "kernel"))
     uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))
 
     def program(core: Core) -> Any:
@@ -370,6 +372,8 @@ def _launch(
         check_flow(machine)
         check_races(machine)
         check_capacity(machine)
+        if machine.watcher is not None:
+            machine.watcher.ended(machine.trace)
         per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
         outputs = [_collect(machine, value, uses_torch) for value in per_rank]
     finally:

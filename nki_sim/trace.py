@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -384,6 +384,10 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self._rows) // _NUM_COLUMNS
+
+    def row(self, index: int) -> Sequence[int]:
+        """Return the fixed part of one record; OP to NUM_WRITES say what stands where."""
+        return self._rows[index * _NUM_COLUMNS : (index + 1) * _NUM_COLUMNS]
 
     def columns(self) -> NDArray[np.int32]:
         """Return a copy of the fixed parts: [instructions, columns] int32."""

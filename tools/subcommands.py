@@ -41,7 +41,7 @@ SUBCOMMANDS = {
     ),
     "check": (
         "commands.check",
-        f"run kernels against their references: {', '.join(check.MENU.entries)}",
+        f"kernels against references: {', '.join(check.MENU.entries)}",
     ),
     "completion": ("commands.completion", "a script: bash or zsh completes options and values"),
     "chip": ("commands.chip", f"settle it on a Trainium 2: {', '.join(chip.MENU.entries)}"),

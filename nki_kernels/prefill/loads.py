@@ -72,7 +72,7 @@ def _gather(
             src=x.hidden.ap(
                 [[H, R], [rows, count], [rows, 1], [1, rows]],
                 offset=share.h_first,
-                vector_offset=ids_sb,
+                vector_offset=ids_sb.view(nl.uint32),  # as the instruction's page has them
             ),
             oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.swdge,

@@ -46,6 +46,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
     parameters = list(signature.parameters.values())[1:]
     names = tuple([parameter.name for parameter in parameters])
     public = signature.replace(parameters=parameters)
+    defaults = {parameter.name: parameter.default for parameter in parameters}
 
     @functools.wraps(body)
     def issue(*args: Any, **kwargs: Any) -> Any:
@@ -57,6 +58,9 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
         try:
             core.call = (names, args, kwargs)
             core.dynamic_operands = 0
+            watcher = core.machine.watcher
+            if watcher is not None:
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
             if core.open_loops:
                 core.same_as_first_trip(name, names, args, kwargs)
             if resolve:
@@ -71,10 +75,13 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                         core.dynamic_operands = 1
                         kwargs[key] = arg.resolve()
             try:
-                return body(core, *args, **kwargs)
+                result = body(core, *args, **kwargs)
             except TypeError:
                 _refuse_old_call(name, public, args, kwargs)
                 raise
+            if watcher is not None:
+                watcher.issued(core, name, defaults, given, result)
+            return result
         except NkiValidationError as error:
             if error.operand not in names:
                 error.operand = core.operand_of_error(error)

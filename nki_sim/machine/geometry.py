@@ -120,7 +120,7 @@ class Geometry:
             self.box = _hbm_box(start, end, shape, strides, itemsize, pitch)
         else:
             self.partitions = shape[0]
-            self.free_dims = _joined_dims(shape[1:], strides[1:])
+            self.free_dims = joined_dims(shape[1:], strides[1:])
             self.elements = size // shape[0]
             self.start_partition = start // pitch
             self.box = self._chip_box(alloc, label, shape, strides, itemsize, pitch)
@@ -169,7 +169,7 @@ class Geometry:
         return Box(row, row + shape[0], first, last, touched == dense_span)
 
 
-def _joined_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def joined_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Count the dimensions of a pattern; neighbours that continue each other are one."""
     dims = 0
     outer = 0  # stride of the dimension before

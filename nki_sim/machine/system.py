@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, Protocol
 
 from nki_sim import trace as tr
@@ -44,6 +46,34 @@ class _Meetings(Protocol):
         """Let another core run, now and then."""
 
 
+class Watcher(Protocol):
+    """Sees what kernels issue; `precedent.py` has one."""
+
+    def begun(self, kernel: str) -> None:
+        """See a launch begin."""
+
+    def issued(
+        self, core: Any, op: str, defaults: Mapping[str, Any], given: Mapping[str, Any], result: Any
+    ) -> None:
+        """See an instruction with its arguments as they were given."""
+
+    def ended(self, trace: tr.Trace) -> None:
+        """See the trace of a launch that ended well."""
+
+
+_WATCHER: ContextVar[Watcher | None] = ContextVar("nki_sim_watcher", default=None)
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher see every launch while the context lasts."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
 class System:
     """What the cores of one launch share.
 
@@ -67,6 +97,7 @@ class System:
         self.shared: dict[tuple[int, Any], Allocation] = {}
         self.shared_logs: list[SharedLog] = []
         self.scheduler: _Meetings | None = None
+        self.watcher = _WATCHER.get()
         self.random = random.Random(options.seed)
         self.preempt = options.preempt if lnc * ranks > 1 else 0.0
         self._lines: dict[tuple[int, int], int] = {}

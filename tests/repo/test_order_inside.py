@@ -34,6 +34,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             _SIM_TOP,
         ),
         "__main__": _SIM_TOP | {"lint", "own_kernel"},
+        "precedent": _SIM_BASE | {"machine", "isa"},
     },
     "nki_kernels": {
         "common": set(),

@@ -14,6 +14,10 @@ MENU = Menu(
             "check.vendor",
             "the vendor's kernels, from a checkout of their library, on nki_sim",
         ),
+        "precedent": (
+            "check.precedent",
+            "which uses of instructions in a kernel, ours or yours, no public kernel shows",
+        ),
     },
 )
 main = MENU.main

@@ -86,7 +86,7 @@ def gathered_transpose(x: nl.NkiTensor, rows: nl.NkiTensor) -> nl.NkiTensor:
     turned_sb = nl.ndarray((128, 1, 1, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.dma_transpose(
         dst=turned_sb,
-        src=x.ap([[128, 128], [128, 1], [128, 1], [1, 128]], vector_offset=rows_sb),
+        src=x.ap([[128, 128], [128, 1], [128, 1], [1, 128]], vector_offset=rows_sb.view(nl.uint32)),
         oob_mode=nisa.oob_mode.skip,
         dge_mode=nisa.dge_mode.swdge,
     )

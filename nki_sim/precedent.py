@@ -1,0 +1,558 @@
+"""Which uses of instructions public kernels show, and which of another kernel they do not.
+
+Nobody can say from here what the vendor's compiler takes; but kernels that run on chips are public,
+and the simulator runs them. A `Recorder` watches runs and keeps their uses. A use is one aspect of
+an instruction: its engine with the memories of its operands, their types, its operation, an
+argument, how many levels an access pattern has, what an offset is read from, how data move, that it
+stands in a dynamic loop; or an aspect of a loop, such as what one trip leaves to the next. Sizes
+are no part of it. Where a use has levels, one with more has not been seen in one with fewer.
+
+`Table` is what was recorded of public kernels, by source; `precedents.json` beside this file is
+shipped. "No public precedent" does not mean illegal: nobody showed that it works.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from nki_sim import trace as tr
+from nki_sim.dtypes import DType
+from nki_sim.isa.operators import Operator
+from nki_sim.machine import NkiTensor, VirtualRegister
+from nki_sim.machine.geometry import joined_dims
+from nki_sim.machine.system import watching
+
+TABLE: Final = Path(__file__).with_name("precedents.json")
+LOOP: Final = "dynamic loop"
+INSTRUCTION: Final = "instruction"
+_OF_LOOPS: Final = ("from trip to trip", "from loop to loop", "cores", "trips")
+_COMPUTES: Final = ("vector", "scalar", "gpsimd")
+_WRITTEN: Final = ("dst", "reduce_res")
+_ELSEWHERE: Final = ("name", "engine", "dge_mode", "oob_mode")  # other aspects have these arguments
+
+
+class Use(NamedTuple):
+    """One aspect of an instruction, or of a dynamic loop.
+
+    Attributes:
+        op: the instruction, or LOOP.
+        kind: which aspect.
+        value: what it is, in words.
+    """
+
+    op: str
+    kind: str
+    value: str
+
+
+class Place(NamedTuple):
+    """A source line of a kernel."""
+
+    kernel: str
+    file: str
+    line: int
+
+
+# What the documentation or the vendor's tracker says of uses, in our words: instruction, what
+# stands in kind and value, and the sentence with its reference. The first that fits is told.
+_REMARKS: Final = (
+    (
+        "dma_transpose",
+        "out of range",
+        "valid and invalid indices in one transposing gather abort the DMA and leave the device"
+        " hanging until it is reset (aws-neuron-sdk issue 1390, open)",
+    ),
+    (
+        "dma_transpose",
+        "vector_offset of int32",
+        "indices of a transposing gather are uint32 (nki.isa.dma_transpose; nki-dge)",
+    ),
+    (
+        "dma_copy",
+        "scalar_offset",
+        "the descriptor generators' limits on shapes are published nowhere; a copy was refused as"
+        " 'Invalid Shape for Scalar DGE' (aws-neuron-sdk issue 1253, closed)",
+    ),
+    (
+        LOOP,
+        "left by dma",
+        "NKI 0.4 fixed races between what a dynamic loop's body and what stands before it access"
+        " (release notes); no page says what may be under way from trip to trip",
+    ),
+    ("max8", "psum", "the page names no memory (nki.isa.max8)"),
+    ("nc_find_index8", "psum", "the page names no memory (nki.isa.nc_find_index8)"),
+    (
+        "nc_match_replace8",
+        "types",
+        "the page says nothing of a destination of another type (nki.isa.nc_match_replace8)",
+    ),
+    (
+        "gpsimd engine",
+        "of integers",
+        "int32 operands go to GpSimd by default; which operators it has for them is listed nowhere"
+        " (nki.isa.tensor_tensor)",
+    ),
+    (
+        "tensor_copy",
+        "scalar_offset",
+        "dynamic accesses of SBUF crashed the compiler (aws-neuron-sdk issue 1373, closed: fixed"
+        " in SDK 2.32)",
+    ),
+)
+
+
+# Recording.
+
+
+class Recorder:
+    """Keeps the uses of every run that it watches; see `recording`.
+
+    Attributes:
+        uses: where each use stands, and with how many levels there.
+        runs: how many kernels were run to their end.
+    """
+
+    def __init__(self) -> None:
+        self.uses: defaultdict[Use, dict[Place, int]] = defaultdict(dict)
+        self.runs = 0
+        self._kernel = ""
+        self._seen: set[Any] = set()
+
+    def begun(self, kernel: str) -> None:
+        """Note which kernel the next instructions are of."""
+        self._kernel = kernel
+        self._seen.clear()
+
+    def issued(
+        self, core: Any, op: str, defaults: Mapping[str, Any], given: Mapping[str, Any], result: Any
+    ) -> None:
+        """Note an instruction.
+
+        Args:
+            core: that issued it, in its trace as the last line says.
+            op: its name.
+            defaults: of all its parameters, in their order.
+            given: its arguments, dynamic offsets not yet read.
+            result: what it returned; an instruction that is none in the trace has no handle.
+        """
+        handle = getattr(result, "handle", None)
+        row = core.trace.row(handle) if type(handle) is int else None
+        facts = None if row is None else core.trace.facts[row[tr.FACTS]]
+        line = core.here() if row is None else core.line
+        seen = op, line, core.loop_depth, facts, _signature(given)
+        if seen in self._seen:
+            return
+        self._seen.add(seen)
+        engine = "" if row is None else tr.ENGINE_NAMES[row[tr.ENGINE]]
+        place = Place(self._kernel, *core.trace.lines[line])
+        for use, levels in _aspects(op, engine, defaults, given, facts, core.loop_depth):
+            self._note(use, levels, place)
+
+    def ended(self, trace: tr.Trace) -> None:
+        """Note what the dynamic loops of a run say as a whole."""
+        self.runs += 1
+        for use, levels, line in _loop_aspects(trace):
+            self._note(use, levels, Place(self._kernel, *trace.lines[line]))
+
+    def _note(self, use: Use, levels: int, place: Place) -> None:
+        places = self.uses[use]
+        places[place] = max(levels, places.get(place, 0))
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record the uses of every kernel that is run while the context lasts."""
+    recorder = Recorder()
+    with watching(recorder):
+        yield recorder
+
+
+def _signature(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells instructions of one line apart, as far as their uses go."""
+    return tuple([(name, _signature_of(item)) for name, item in given.items() if name != "name"])
+
+
+def _signature_of(value: Any) -> Any:
+    if type(value) is NkiTensor:
+        space, dynamic = value._alloc.space, value._dynamic
+        offset = None
+        if dynamic is not None:
+            offset = dynamic.kind, _signature_of(dynamic.index)
+        return space, value.dtype, value.shape, value.strides, offset
+    if isinstance(value, list | tuple):
+        return tuple([_signature_of(item) for item in value])
+    return _word(value)
+
+
+def _aspects(
+    op: str,
+    engine: str,
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    facts: Any,
+    depth: int,
+) -> Iterator[tuple[Use, int]]:
+    """Yield the uses of an instruction with their levels.
+
+    Vector, Scalar and GpSimd have one way to read and write whatever the instruction, and one ALU
+    that takes and gives any type: there patterns, types, operators and loops are uses of the
+    engine.
+    """
+    who = f"{engine} engine" if engine in _COMPUTES else op
+    tensors: list[tuple[str, NkiTensor]] = []
+    operators: list[str] = []
+    for name, default in defaults.items():
+        value = given.get(name, default)
+        items = value if isinstance(value, list | tuple) else (value,)
+        found = [(name, item) for item in items if type(item) is NkiTensor]
+        tensors += found
+        if isinstance(value, Operator):
+            operators.append(value.name)
+        elif found or name in _ELSEWHERE or _is_size(value):
+            continue
+        elif name in given and _word(value) != _word(default):
+            yield Use(op, "argument", f"{name}={_word(value)}"), 0
+    yield Use(op, INSTRUCTION, f"on {engine}"), 0
+    for words in dict.fromkeys(f"{name} in {_memory(item)}" for name, item in tensors):
+        yield Use(op, "operand", words), 0
+    if operators and who != op:
+        for name, item in tensors:
+            yield Use(who, "types", f"ALU {_direction(name)} {item.dtype}"), 0
+    else:
+        words = ", ".join(dict.fromkeys(f"{name} {item.dtype}" for name, item in tensors))
+        yield Use(op, "types", words), 0
+    integers = [item.dtype.is_integer for _, item in tensors]
+    numbers = "integers" if all(integers) else "integers and floats" if any(integers) else "floats"
+    for name in operators:
+        yield Use(who, "operator", f"{name} of {numbers}"), 0
+    for name, item in tensors:
+        yield _pattern(op, who, name, item)
+    for words in _transfer(facts, tensors, given, depth):
+        yield Use(op, "transfer", words), 0
+    if depth:
+        yield Use(who, "place", "in a dynamic loop"), depth
+
+
+def _pattern(op: str, who: str, name: str, item: NkiTensor) -> tuple[Use, int]:
+    """Return how an operand is walked, or what moves it."""
+    skip = 0 if item._alloc.space == tr.HBM else 1
+    shape, strides = item.shape[skip:], item.strides[skip:]
+    levels = joined_dims(shape, strides)
+    dynamic = item._dynamic
+    if dynamic is not None:
+        words = f"{name} in {_memory(item)}, {dynamic.kind}_offset of {_source(dynamic)}"
+        return Use(op, "offset", words), levels
+    words = f"{name if who == op else _direction(name)} {_memory(item)}"
+    steps = [step for size, step in zip(shape, strides, strict=True) if size > 1]
+    if 0 in steps:
+        words += ", repeated"
+    if steps and steps[-1] not in (0, 1):
+        words += ", strided"
+    return Use(who, "pattern", words), levels
+
+
+def _direction(name: str) -> str:
+    return "to" if name in _WRITTEN else "from"
+
+
+def _source(dynamic: Any) -> str:
+    index = dynamic.index
+    if type(index) is NkiTensor:
+        return f"{index.dtype} in {_memory(index)}"
+    return "a register"
+
+
+def _transfer(
+    facts: Any, tensors: Sequence[tuple[str, NkiTensor]], given: Mapping[str, Any], depth: int
+) -> Iterator[str]:
+    """Yield how a DMA moves data, in words."""
+    if not isinstance(facts, tr.DmaFacts):
+        return
+    moved = dict.fromkeys(f"{n} by {t._dynamic.kind}" for n, t in tensors if t._dynamic is not None)
+    by = "".join(f", {one}" for one in moved)
+    yield f"{tr.SPACE_NAMES[facts.src_space]} to {tr.SPACE_NAMES[facts.dst_space]}, {facts.dge}{by}"
+    if facts.queue:
+        yield f"{facts.dge} on {facts.queue}"
+    if not moved:
+        return
+    skips = _word(given.get("oob_mode")) == "skip"
+    if depth:
+        yield f"{facts.dge}{by}{', skip' if skips else ''}, in a dynamic loop"
+    if skips:
+        yield f"{facts.dge}{by}, skip"
+    if 0 < facts.skipped_rows < facts.indirect_rows:
+        yield f"{facts.dge}{by}, some indices out of range"
+
+
+def _memory(tensor: NkiTensor) -> str:
+    return tr.SPACE_NAMES[tensor._alloc.space]
+
+
+def _is_size(value: Any) -> bool:
+    """Say whether an argument is a number, or several."""
+    if isinstance(value, list | tuple):
+        return all(_is_size(item) for item in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _word(value: Any) -> str:
+    """Return a word for an argument."""
+    if isinstance(value, VirtualRegister):
+        return "a register"
+    if value is None or isinstance(value, bool | int | float | str | DType):
+        return str(value)
+    return str(getattr(value, "name", type(value).__name__))
+
+
+# Dynamic loops.
+
+
+class _Written(NamedTuple):
+    """A range of on-chip memory, who wrote it, and the trips of loops in which it did."""
+
+    memory: tr.MemoryRange
+    engine: int
+    trips: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Walk:
+    """Where the walk through the trace of one core is."""
+
+    trips: list[tuple[int, int]] = field(default_factory=list)
+    bodies: list[set[int]] = field(default_factory=list)  # by number of loop, its lines
+    begins: list[int] = field(default_factory=list)  # likewise, the line of the loop itself
+    written: defaultdict[int, list[_Written]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _loop_aspects(trace: tr.Trace) -> Iterator[tuple[Use, int, int]]:
+    """Yield uses of dynamic loops, their levels, and the ids of source lines."""
+    if not any(
+        isinstance(fact, tr.ControlFacts) and fact.kind == "loop_begin" for fact in trace.facts
+    ):
+        return
+    rows = trace.columns().tolist()
+    operands, first = (ids.tolist() for ids in trace.operand_ids())
+    walks: defaultdict[tuple[int, int], _Walk] = defaultdict(_Walk)
+    for number, row in enumerate(rows):
+        walk, facts = walks[row[tr.RANK], row[tr.CORE]], trace.facts[row[tr.FACTS]]
+        if isinstance(facts, tr.ControlFacts) and facts.kind.startswith("loop"):
+            yield from _step(walk, facts.kind, row[tr.LINE])
+            continue
+        for loop, _ in walk.trips:
+            walk.bodies[loop].add(row[tr.LINE])
+        start, middle = first[number], first[number] + row[tr.NUM_READS]
+        reads, writes = operands[start:middle], operands[middle : first[number + 1]]
+        if isinstance(facts, tr.MatmulFacts) and facts.accumulates:
+            reads = reads + writes
+        if walk.trips:
+            for value, kind in _kept(walk, row[tr.ENGINE], [trace.ranges[k] for k in reads], trace):
+                yield Use(LOOP, kind, value), 0, row[tr.LINE]
+        for memory in (trace.ranges[k] for k in writes):
+            if trace.storages[memory.storage].space != tr.HBM:
+                known = walk.written[memory.storage]
+                known[:] = [one for one in known if not _covers(memory, one.memory)]
+                known.append(_Written(memory, row[tr.ENGINE], tuple(walk.trips)))
+    yield from _differing(list(walks.values()))
+
+
+def _step(walk: _Walk, kind: str, line: int) -> Iterator[tuple[Use, int, int]]:
+    """Follow the marks of a loop."""
+    if kind == "loop_begin":
+        walk.trips.append((len(walk.bodies), 0))
+        walk.bodies.append(set())
+        walk.begins.append(line)
+        yield Use(LOOP, "place", "inside another"), len(walk.trips), line
+    elif kind == "loop_trip":
+        loop, trip = walk.trips[-1]
+        walk.trips[-1] = loop, trip + 1
+    elif walk.trips.pop()[1] == 0:
+        yield Use(LOOP, "trips", "none"), 0, line
+
+
+def _kept(
+    walk: _Walk, engine: int, reads: Sequence[tr.MemoryRange], trace: tr.Trace
+) -> Iterator[tuple[str, str]]:
+    """Yield what an instruction reads of an earlier trip or of an earlier loop."""
+    now = dict(walk.trips)
+    for memory in reads:
+        for one in walk.written.get(memory.storage, ()):
+            if not one.trips or not _meet(memory, one.memory):
+                continue
+            space = tr.SPACE_NAMES[trace.storages[memory.storage].space]
+            by, to = tr.ENGINE_NAMES[one.engine], tr.ENGINE_NAMES[engine]
+            words = f"left by {by} in {space}, read by {to}"
+            if any(now.get(loop, trip) != trip for loop, trip in one.trips):
+                yield words, "from trip to trip"
+            elif not any(loop in now for loop, _ in one.trips):
+                yield words, "from loop to loop"
+
+
+def _meet(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
+    return (
+        one.partition_start < other.partition_end
+        and other.partition_start < one.partition_end
+        and one.byte_start < other.byte_end
+        and other.byte_start < one.byte_end
+    )
+
+
+def _covers(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
+    """Say whether a range holds all of another; one with gaps holds only its like."""
+    if one.dims:
+        return one == other
+    return (
+        one.partition_start <= other.partition_start
+        and other.partition_end <= one.partition_end
+        and one.byte_start <= other.byte_start
+        and other.byte_end <= one.byte_end
+    )
+
+
+def _differing(walks: Sequence[_Walk]) -> Iterator[tuple[Use, int, int]]:
+    """Yield the loops in which one core issues what the other does not."""
+    for other in walks[1:]:
+        ours = walks[0]
+        for number, (body, its) in enumerate(zip(ours.bodies, other.bodies, strict=False)):
+            if body and its and body != its:
+                words = "instructions that one of the cores does not have"
+                yield Use(LOOP, "cores", words), 0, ours.begins[number]
+
+
+# Comparing.
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A use without public precedent, where it stands, and what it is."""
+
+    kernel: str
+    file: str
+    line: int
+    what: str
+
+
+@dataclass
+class Table:
+    """What public kernels use.
+
+    Attributes:
+        sources: of each source its name, its version, and how many runs were recorded.
+        uses: by source, the most levels that each use was seen with.
+    """
+
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    uses: dict[str, dict[Use, int]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path = TABLE) -> Table:
+        """Return the table of a file, by default the shipped one.
+
+        Raises:
+            ValueError: the file holds no such table.
+        """
+        try:
+            content = json.loads(path.read_text())
+            uses = {
+                source: {
+                    Use(op, kind, value): levels
+                    for op, kinds in ops.items()
+                    for kind, values in kinds.items()
+                    for value, levels in values.items()
+                }
+                for source, ops in content["uses"].items()
+            }
+            return cls(content["sources"], uses)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path}: is no table of precedents ({error!r}). Write one with"
+                " `neuron-moe check precedent --library CHECKOUT --write FILE`."
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Write the table, one line for each instruction and kind."""
+        uses: dict[str, Any] = {}
+        for source, found in self.uses.items():
+            for (op, kind, value), levels in sorted(found.items()):
+                kinds = uses.setdefault(source, {}).setdefault(op, {})
+                kinds.setdefault(kind, {})[value] = levels
+        lines = ['{"sources": ' + json.dumps(self.sources, indent=1) + ',\n"uses": {']
+        lines.append(",\n".join(_lines_of(source, ops) for source, ops in uses.items()))
+        path.write_text("\n".join([*lines, "}}\n"]))
+
+    def add(self, source: str, recorder: Recorder, **about: Any) -> None:
+        """Take in what was recorded of the kernels of a source, in place of what was known of it.
+
+        Args:
+            source: its name in the table, such as "vendor".
+            recorder: that watched them.
+            about: what the table says of the source.
+        """
+        self.sources[source] = about
+        found = {use: max(places.values()) for use, places in recorder.uses.items()}
+        self.uses[source] = found
+
+    def shown_by(self, source: str, use: Use, levels: int = 0) -> bool:
+        """Say whether kernels of a source have a use with as many levels."""
+        return self.uses.get(source, {}).get(use, -1) >= levels
+
+    def without(self, recorder: Recorder) -> list[Missing]:
+        """Return the uses that no source shows, each at every line that has it.
+
+        Of an instruction that no source has, nothing else is told.
+        """
+        missing = []
+        known = {use.op for found in self.uses.values() for use in found}
+        for use, places in sorted(recorder.uses.items()):
+            if use.op not in known and use.kind not in (INSTRUCTION, *_OF_LOOPS):
+                continue
+            for place, levels in sorted(places.items()):
+                if not any(self.shown_by(source, use, levels) for source in self.uses):
+                    missing.append(Missing(*place, self._tell(use, levels)))
+        return missing
+
+    def counts(self, recorder: Recorder) -> dict[str, Any]:
+        """Return the report of a comparison: uses, how many each source shows, and the others."""
+        most = {use: max(places.values()) for use, places in recorder.uses.items()}
+        shown = {
+            source: sum(self.shown_by(source, use, levels) for use, levels in most.items())
+            for source in self.uses
+        }
+        missing = [asdict(one) for one in self.without(recorder)]
+        return {"uses": len(most), "sources": shown, "without": missing}
+
+    def _tell(self, use: Use, levels: int) -> str:
+        """Say what a use is, what public kernels have instead, and what is known of it."""
+        words = f"{use.op}: {use.kind} {use.value}"
+        seen = max((found.get(use, -1) for found in self.uses.values()), default=-1)
+        known = [
+            one.value
+            for found in self.uses.values()
+            for one in found
+            if one[:2] == use[:2] and one != use
+        ]
+        if seen >= 0:
+            words += f", {levels} levels: no public precedent of more than {seen}"
+        else:
+            near = difflib.get_close_matches(use.value, known, n=1, cutoff=0.0)
+            words += ": no public precedent" + (f"; nearest is {near[0]}" if near else "")
+        for op, part, sentence in _REMARKS:
+            if op == use.op and part in f"{use.kind} {use.value}":
+                return f"{words}. {sentence[0].upper()}{sentence[1:]}"
+        return words
+
+
+def _lines_of(source: str, ops: Mapping[str, Any]) -> str:
+    """Return the lines of a source in a file: one for each instruction and kind."""
+    texts = []
+    for op, kinds in ops.items():
+        parts = [f"  {json.dumps(kind)}: {json.dumps(values)}" for kind, values in kinds.items()]
+        texts.append(f" {json.dumps(op)}: {{\n" + ",\n".join(parts) + "}")
+    return f"{json.dumps(source)}: {{\n" + ",\n".join(texts) + "}"

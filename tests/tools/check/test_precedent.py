@@ -1,0 +1,71 @@
+"""neuron-moe check precedent: somebody's kernel beside what public kernels use."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from neuron_moe.tools.check import precedent
+from neuron_moe.tools.commands import check
+
+KERNEL = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def double(x):
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.OP
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=x_sb)
+    return out
+"""
+
+
+def kernel(folder: Path, name: str, operation: str) -> str:
+    path = folder / f"{name}.py"
+    path.write_text(KERNEL.replace("OP", operation))
+    return f"{path}:double"
+
+
+@pytest.mark.parametrize(
+    ("operation", "missing"),
+    [
+        ("tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=2.0)", ""),
+        ("tensor_scalar(dst=x_sb, data=x_sb, op0=nl.logical_xor, operand0=2.0)", "logical_xor"),
+    ],
+)
+def test_a_kernel_of_somebody_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], operation: str, missing: str
+) -> None:
+    place = kernel(tmp_path, f"kernel_{missing or 'known'}", operation)
+    out = tmp_path / "report.json"
+    words = ["precedent", "--kernel", place, "--args", "x=128x64:bfloat16", "--json", str(out)]
+    assert check.main(words) == 0
+    report = json.loads(out.read_text())
+    assert set(report) == {"uses", "sources", "without"}
+    assert report["sources"]["vendor"] == report["uses"] - len(report["without"])
+    printed = capsys.readouterr().out
+    if not missing:
+        assert report["without"] == []
+        return
+    (found,) = report["without"]
+    assert (found["kernel"], found["file"], found["line"]) == ("double", place[:-7], 11)
+    assert missing in found["what"]
+    assert found["what"] in printed
+
+
+def test_what_is_recorded_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match="--library CHECKOUT"):
+        precedent.main(["--write", str(tmp_path / "t.json")])
+
+
+def test_our_runs_are_of_every_kernel_and_phase() -> None:
+    names = [name for name, _ in precedent.our_runs()]
+    assert len(names) == len(set(names)) > 20
+    assert any("prefill" in name and "one launch" in name for name in names)
+    assert "small/prefill-turned-by-dma" in names
