@@ -1,9 +1,12 @@
 """A launch as a value: a kernel, what it is compiled for, and its operands.
 
 A plan makes its launches once. Who runs, times, checks or captures a step takes the same values:
-the chip through `nki.jit`, the simulator where there is no SDK, a graph as an operator.
+the chip through `nki.jit`, the simulator where there is no SDK, a graph as an operator: that of the
+compiler for Neuron where it is installed, one of ours elsewhere.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
@@ -113,8 +116,13 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
     Raises:
         ValueError: tensors on a device although only the simulator is there.
     """
+    is_captured = torch.compiler.is_compiling()
+    if is_captured and launch.name in _LOWERED:
+        arguments = _filled(launch.captured, step)
+        found = _LOWERED[launch.name][(launch.num_cores,)](**arguments)
+        return found if isinstance(found, tuple) else (found,)
     is_fake = IS_SIMULATED and any(x is not None and is_traced(x) for x in step.values())
-    if torch.compiler.is_compiling() or is_fake:
+    if is_captured or is_fake:
         arguments = _filled(launch.captured, step)
         return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
     return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
@@ -145,6 +153,22 @@ def _call(kernel: Any, num_cores: int, arguments: dict[str, Any]) -> tuple[Tenso
 
 
 _OPERATORS = operators.register(_call)
+_WRAPPERS = ("torch_neuronx", "libtorch_neuronx_lite.nki.nki_hop")
+
+
+def find_wrapper() -> Any:
+    """Return `wrap_nki` of TorchNeuron or of vllm-neuron's runtime; None where there is neither."""
+    for name in _WRAPPERS:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        found = getattr(importlib.import_module(name), "wrap_nki", None)
+        if found is not None:
+            return found
+    return None
+
+
+_WRAP_NKI = None if IS_SIMULATED else find_wrapper()
+_LOWERED: dict[str, Any] = {} if _WRAP_NKI is None else operators.lowered(_WRAP_NKI)
 
 
 def _as_operand(value: Any) -> Any:

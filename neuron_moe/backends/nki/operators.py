@@ -147,6 +147,36 @@ def register(call: Call) -> dict[str, Callable[..., list[Tensor]]]:
     return {name_of(kernel): _make(kernel, call) for kernel in _KERNELS}
 
 
+def lowered(wrap_nki: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return every kernel as a compiler of graphs for Neuron takes it, by its name.
+
+    Its operator for kernels lowers what an operator of ours would hide. It passes tensors and plain
+    constants, so records stay text until the kernel is traced, which needs NKI 0.7.
+
+    Args:
+        wrap_nki: of torch_neuronx, or of the runtime of vllm-neuron.
+    """
+    return {name_of(kernel): wrap_nki(_of_text(kernel)) for kernel in _KERNELS}
+
+
+def _of_text(kernel: Any) -> Callable[..., Any]:
+    """Return a kernel that takes its records as text."""
+    function = getattr(kernel, "func", kernel)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def of_text(*args: Any, **kwargs: Any) -> Any:
+        values = signature.bind(*args, **kwargs).arguments
+        records = {
+            key: record_of(values[key])
+            for key, parameter in signature.parameters.items()
+            if _is_record(parameter)
+        }
+        return function(**{**values, **records})
+
+    return of_text
+
+
 def _make(kernel: Any, call: Call) -> Callable[..., list[Tensor]]:
     name = name_of(kernel)
     parameters = inspect.signature(getattr(kernel, "func", kernel)).parameters
