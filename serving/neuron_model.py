@@ -19,7 +19,8 @@ from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
-from neuron_moe.serving.neuron_attention import PagesCore, view_of
+from neuron_moe.serving.neuron_attention import attend_pages, view_of
+from neuron_moe.serving.neuron_dense import cut_dense
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
 from neuron_moe.serving.options import (
     ARCHITECTURE,
@@ -81,7 +82,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
                     " keep keys and values of one size; vllm-neuron has pages for those alone."
                     " Serve it with `neuron-moe serve`."
                 )
-            attention.core = PagesCore(self.model.config.num_attention_heads, shape[0][0])
+            attention.core = attend_pages
+        group = _model_group()
+        self._parts = {} if group is None else cut_dense(self.model, group)
 
     @classmethod
     def from_configs(cls, hf_config: Any, neuron_config: Any) -> "NeuronMoeNativeForCausalLM":
@@ -121,7 +124,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         layers = [
             records.LayerSpec(
                 name=name,
-                num_kv_heads=attention.core.num_kv_heads,
+                num_kv_heads=attention.cache_shape[0][0],
                 head_size=attention.cache_shape[0][1],
                 dtype=self.model.embed_tokens.weight.dtype,
                 sliding_window_size=attention.reach.window,
@@ -140,7 +143,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         caches = []
         for name, attention in zip(self._names, self.model.attentions, strict=True):
             pages = kv_caches.get(name)
-            wanted = attention.core.num_kv_heads, attention.cache_shape[0][1]
+            wanted = attention.cache_shape[0]
             if pages is None or any(
                 each.ndim != 4 or (each.shape[1], each.shape[3]) != wanted for each in pages[:2]
             ):
@@ -223,7 +226,8 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         loaders = importlib.import_module(f"{PLUGIN}.utils.weight_loader")
         model_file, config = parse_config(read_config(self.folder), self.folder)
         mappings = {}
-        made = parameter_loaders(self.model, model_file.weight_map(config), checkpoint_path)
+        weight_map = model_file.weight_map(config)
+        made = parameter_loaders(self.model, weight_map, checkpoint_path, self._parts)
         parameters = _as_parameters(self.model, made)
         for name, loader in made.items():
             attached = loaders.SafetensorsWeightLoader(transform=loader.transform)

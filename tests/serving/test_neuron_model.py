@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from neuron_moe.models.generation import GenerationOptions, generate
@@ -20,7 +19,6 @@ from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.sharding import sharding_of
 from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
 from neuron_moe.serving.neuron_weights import parameter_loaders
-from tests.ranks import start_ranks, values_of
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
 from tests.serving.stand_in_runner import BLOCK, RecompiledError, Runner
@@ -127,23 +125,6 @@ def test_loaders_give_a_rank_its_part(ranks: tuple[int, int], folder_of: Folders
             for axis, indices in enumerate(kept):
                 expected = expected.index_select(axis, indices)
             assert torch.equal(part, expected), name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ep_degree", [1, 2], ids=["tp2", "ep2"])
-def test_two_ranks_give_the_same_tokens(ep_degree: int, folder_of: Folders) -> None:
-    folder = folder_of(SLIDING)
-    expected = own_tokens(folder, PROMPTS, 6)
-
-    def serve(rank: int) -> list[list[int]]:
-        with pytest.MonkeyPatch.context() as patch:
-            group = stand_ins.GroupCoordinator(2, rank, dist.group.WORLD)
-            stand_ins.stand_in(patch, group, ep_degree)
-            runner = Runner(folder, torch.float32)
-            assert [spec.num_kv_heads for spec in runner.specs] == [1] * 4
-            return runner.generate(PROMPTS, 6)
-
-    assert values_of(start_ranks(2, serve)) == [expected, expected]
 
 
 @pytest.mark.parametrize(
