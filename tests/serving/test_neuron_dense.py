@@ -1,5 +1,7 @@
 """Dense weights of the native form over ranks: tokens, what each rank holds, bytes."""
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from neuron_moe.checkpoint import unique_parameters
+from neuron_moe.configs import load_config
+from neuron_moe.configs.deployments import load_deployments
 from neuron_moe.models.dense_parts import DenseSplit
+from neuron_moe.models.deployment import Deployment
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.parallel import parallel_state
@@ -18,11 +24,13 @@ from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
 from neuron_moe.serving.options import ServingOptions
 from tests.models.families import FAMILIES, write_checkpoint
 from tests.ranks import start_ranks, values_of
+from tests.repo.source import ROOT
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
 from tests.serving.stand_in_runner import Runner
 
 PROMPTS = [list(range(3, 8)), list(range(10, 63)), list(range(40, 70))]
+SERVED = ("gpt_oss_120b", "llama4_maverick", "qwen3_235b_a22b")
 # Nothing divides by four ranks: 3 query heads for each of 2 key/value heads, odd widths and rows.
 ODD = {
     "num_attention_heads": 6,
@@ -180,3 +188,47 @@ def test_query_heads_stay_with_their_key_heads() -> None:
         split = DenseSplit(size=16, heads=40, kv_heads=8, rank=rank)
         part = split.own_heads
         assert {head // 5 for head in part.indices} == set(split.own_kv_heads)
+
+
+def _held(name: str, config: ParallelConfig, folder: Path) -> tuple[dict[str, int], int]:
+    """Return a rank's bytes of routed experts and of the rest, and of a token in the cache."""
+    (folder / "config.json").write_text(json.dumps(load_config(name)))
+    held = {"routed experts": 0, "rest": 0}
+    with _rank(folder, config, config.model_size - 1) as served:
+        for parameter, tensor in unique_parameters(served.model).items():
+            is_routed = ".expert_mlps." in parameter
+            held["routed experts" if is_routed else "rest"] += tensor.nbytes
+        token = sum(
+            2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+            for spec in served.get_kv_spec().layers
+        )
+    return held, token
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_rank_holds_what_compile_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.stand_in(monkeypatch)
+    values = {**load_deployments("trn2_48xlarge")[name], "quantization": "bf16"}
+    deployment = Deployment.read(values, model=name, machine="trn2.48xlarge")
+    said = deployment.memory()
+    held, token = _held(name, ParallelConfig(tp=deployment.tp, ep=deployment.ep), tmp_path)
+    assert sum(held.values()) == sum(said.weights.values())
+    assert held["routed experts"] == said.weights["routed experts"]
+    assert token * deployment.batch * deployment.max_length == said.kv_cache
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_page_tells_what_a_rank_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.stand_in(monkeypatch)
+    page = (ROOT / "docs" / "serving.md").read_text()
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", page, re.MULTILINE)
+    told = [float(cell) for cell in row.split("|")]
+    held, token = _held(name, ParallelConfig(tp=1, ep=64), tmp_path)
+    batch = int(told[2])
+    found = [held["routed experts"], held["rest"], token * batch * 8192]
+    gib = [size / (1 << 30) for size in (*found, sum(found))]
+    assert told == [*(round(size, 2) for size in gib[:2]), batch, *(round(g, 2) for g in gib[2:])]
