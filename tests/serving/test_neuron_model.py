@@ -132,6 +132,10 @@ def test_loaders_give_a_rank_its_part(ranks: tuple[int, int], folder_of: Folders
     [
         ({"quantization": "int4"}, "quantization='int4'"),
         ({"attention_dp_size": 2}, "attention_dp_size=2"),
+        ({"mlp_dp_size": 2}, "mlp_dp_size=2: must be 1"),
+        ({"apply_prefill_dcp": True}, "apply_prefill_dcp=True"),
+        ({"all2all_backend": "neuron"}, "all2all_backend='neuron'"),
+        ({"fp8_packed_kv": True}, "fp8_packed_kv=True"),
         ({"on_device_sampling_config": {}}, "on_device_sampling_config"),
     ],
 )
@@ -142,6 +146,12 @@ def test_what_it_does_not_do_is_refused(
         NeuronMoeNativeForCausalLM.from_configs(
             _hf_config(folder_of(SMALL)), SimpleNamespace(**neuron_config)
         )
+
+
+def test_context_over_ranks_is_refused(folder_of: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.stand_in(monkeypatch, dcp_size=2)
+    with pytest.raises(ValueError, match="decode_context_parallel_size=2"):
+        NeuronMoeNativeForCausalLM.from_configs(_hf_config(folder_of(SMALL)), None)
 
 
 def test_a_name_that_is_no_folder_is_refused() -> None:
@@ -168,6 +178,9 @@ def test_pages_of_another_form_are_refused(folder_of: Folders) -> None:
     packed = torch.zeros(3, 2, BLOCK // 2, 32, 2)
     with pytest.raises(ValueError, match="unpacked"):
         model.bind_kv_cache({"layers.0.self_attn": [packed, packed]})
+    eight_bits = torch.zeros(3, 2, BLOCK, 32, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="leave --kv-cache-dtype out"):
+        model.bind_kv_cache({"layers.0.self_attn": [eight_bits, eight_bits]})
 
 
 def test_embeddings_and_speculation_are_refused(folder_of: Folders) -> None:
