@@ -4,6 +4,7 @@ The plugin opens the files and hands each loader slices of the tensors it names;
 them is one assignment of the map, cut for this rank before anything is stacked or decoded.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,8 +82,8 @@ def parameter_loaders(
     return loaders
 
 
-class _Slices:
-    """Reads parts of the slices that a loader was handed."""
+class _Slices(threading.local):
+    """Reads parts of the slices that a loader was handed, in its own thread."""
 
     def __init__(self) -> None:
         self.by_key: Mapping[str, Any] = {}

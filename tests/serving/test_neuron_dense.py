@@ -122,6 +122,25 @@ def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of
     assert [each for _, each in served] == [codes] * size, "a graph knows its rank"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ep_degree", [1, 2], ids=["tp2", "ep2"])
+def test_kernels_of_two_ranks_give_the_same_tokens(
+    ep_degree: int, folder_of: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.stand_in(monkeypatch)
+    folder, prompts = folder_of("llama4-maverick"), [list(range(10, 26))]
+    expected = Runner(folder, torch.bfloat16).generate(prompts, 3)
+
+    def serve(rank: int) -> list[list[int]]:
+        with pytest.MonkeyPatch.context() as patch:
+            group = stand_ins.GroupCoordinator(2, rank, dist.group.WORLD)
+            stand_ins.stand_in(patch, group, ep_degree)
+            runner = Runner(folder, torch.bfloat16, options={"backend": "nki"})
+            return runner.generate(prompts, 3)
+
+    assert values_of(start_ranks(2, serve)) == [expected] * 2
+
+
 @contextmanager
 def _rank(folder: Path, config: ParallelConfig, rank: int) -> Iterator[NeuronMoeNativeForCausalLM]:
     """Make the model of a rank, without weights."""

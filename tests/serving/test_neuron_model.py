@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +127,38 @@ def test_loaders_give_a_rank_its_part(ranks: tuple[int, int], folder_of: Folders
             for axis, indices in enumerate(kept):
                 expected = expected.index_select(axis, indices)
             assert torch.equal(part, expected), name
+
+
+def test_loaders_may_run_at_once(folder_of: Folders) -> None:
+    folder = folder_of(SMALL)
+    whole = dict(load_model(folder, dtype=torch.float32).named_parameters())
+    model_file, config = parse_config(read_config(folder), folder)
+    stored = {}
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    with torch.device("meta"):
+        model = model_file.Model(config, dtype=torch.float32)
+    loaders = parameter_loaders(model, model_file.weight_map(config), folder)
+    together = threading.Barrier(4, timeout=30)
+
+    class Slice:
+        """Hands its tensor out when three other loaders are as far."""
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def __getitem__(self, where: Any) -> torch.Tensor:
+            together.wait()
+            return self.tensor[where]
+
+    names = [name for name, loader in loaders.items() if len(loader.keys) == 1][:4]
+
+    def load(name: str) -> torch.Tensor:
+        return loaders[name].transform([Slice(stored[loaders[name].keys[0]])], 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        for name, loaded in zip(names, pool.map(load, names), strict=True):
+            assert torch.equal(loaded, whole[name]), name
 
 
 @pytest.mark.parametrize(
