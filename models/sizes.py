@@ -1,10 +1,8 @@
 """Parameters and memory of a model, whole and per rank, computed from shapes alone.
 
-A rank holds: routed experts of its expert-parallel group, their intermediate axis cut over the
-tensor-parallel ranks; attention heads, vocabulary rows, shared experts and dense layers cut over
-those ranks and repeated over expert-parallel groups, or cut over more ranks (`Spread.dense_tp`);
-everything else whole, such as what makes and keeps latents that all heads share. Key/value heads
-are repeated where there are fewer of them than ranks.
+A rank holds routed experts of its expert-parallel group, their intermediate axis cut over the
+tensor-parallel ranks. The rest is cut as `dense_parts` says, over those ranks and repeated over
+expert-parallel groups, or over more ranks (`Spread.dense_tp`).
 
 Letters: E experts, H hidden, I intermediate.
 """
