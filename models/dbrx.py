@@ -126,9 +126,9 @@ class Attention(GroupedAttention):
     def __init__(self, config: DbrxConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
         del self.q_proj, self.k_proj, self.v_proj
-        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-        self.sizes = [count * config.head_dim for count in heads]
-        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False, dtype=dtype)
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        width = heads * config.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=False, dtype=dtype)
         self.limit = config.clip_qkv
 
     def products(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +136,9 @@ class Attention(GroupedAttention):
         product: Tensor = self.qkv_proj(hidden_USH)
         if self.limit is not None:
             product = product.clamp(-self.limit, self.limit)
-        query, key, value = torch.split(product, self.sizes, dim=-1)
+        kept = self.cache_shape[0][0] * self.head_dim
+        sizes = [product.shape[-1] - 2 * kept, kept, kept]
+        query, key, value = torch.split(product, sizes, dim=-1)
         return query, key, value
 
 

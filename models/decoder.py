@@ -179,6 +179,7 @@ class GroupedAttention(nn.Module):
         reach: see above.
         scale: of the logits.
         sinks: [Q], or None.
+        norms: see above.
         cache_shape: what the core that comes with the model keeps of a token.
     """
 
@@ -213,6 +214,7 @@ class GroupedAttention(nn.Module):
         sinks_Q = torch.zeros(config.num_attention_heads, dtype=dtype) if has_sinks else None
         self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
         self.q_norm = self.k_norm = None
+        self.norms = norms
         if check_choice("norms", norms, ("", "by head", "jointly")):
             sizes = (q_size, kv_size) if norms == "jointly" else (config.head_dim,) * 2
             self.q_norm, self.k_norm = (config.make_norm(size, dtype) for size in sizes)

@@ -1,15 +1,13 @@
 """Parameters and memory of a model, whole and per rank, computed from shapes alone.
 
-A rank holds: routed experts of its expert-parallel group, their intermediate axis cut over the
-tensor-parallel ranks; attention heads, vocabulary rows, shared experts and dense layers cut over
-those ranks and repeated over expert-parallel groups, or cut over more ranks (`Spread.dense_tp`);
-everything else whole, such as what makes and keeps latents that all heads share. Key/value heads
-are repeated where there are fewer of them than ranks.
+A rank holds routed experts of its expert-parallel group, their intermediate axis cut over the
+tensor-parallel ranks. The rest is cut as `dense_parts` says, over those ranks and repeated over
+expert-parallel groups, or over more ranks (`Spread.dense_tp`).
 
 Letters: E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from neuron_moe.errors import check_positive_int
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import CacheShape, StateShape
+from neuron_moe.models.dense_parts import DenseSplit, is_norm
 from neuron_moe.quantize import MXFP4_GROUP_SIZE
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
@@ -35,8 +34,6 @@ GROUPS = (
 EXPERT_FORMATS = ("bf16", "mxfp4", "e4m3", "e5m2")
 _FP8_FORMATS = ("e4m3", "e5m2")
 _SCALE_BYTES = 4  # float32, one for each output channel
-# Parameters of attention whose rows, or of the output whose columns, are those of query heads.
-_BY_HEAD = {"q_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "o_proj", "sinks"}
 _MXFP4_GROUP_BYTES = MXFP4_GROUP_SIZE // 2 + 1  # 32 codes of four bits and one scale
 
 
@@ -131,8 +128,7 @@ def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str
     def held(module: nn.Module, parameter: nn.Parameter, name: str) -> int:
         if isinstance(module, RoutedExperts):
             return _expert_bytes(parameter, name, spread, expert_format)
-        rows = rule.rows(module, parameter, name)
-        return rows * prod(parameter.shape[1:]) * parameter.element_size()
+        return prod(rule.shape(module, parameter, name)) * parameter.element_size()
 
     return _sum_groups(model, held)
 
@@ -147,22 +143,24 @@ class DenseRule:
     """
 
     def __init__(self, model: nn.Module, config: Any, spread: Spread) -> None:
-        self._ranks, self._kv_heads = spread.dense, _kv_heads(model)
-        self._heads: int = config.num_attention_heads
-        self._kv_rows = sum(heads * size for heads, size in _kept(model)[0])
+        self._split = DenseSplit(
+            size=spread.dense, heads=config.num_attention_heads, kv_heads=_kv_heads(model)
+        )
         self._whole = {
             name for attention in _attentions(model) for name in getattr(attention, "whole", ())
         }
 
-    def rows(self, module: nn.Module, parameter: Tensor, name: str) -> int:
-        """Return how many of [rows, ...] a rank holds; of an output projection as many columns."""
-        parts: float = _parts(module, name, self._ranks, self._kv_heads, self._whole)
-        if parts == self._ranks and not _BY_HEAD.isdisjoint(name.split(".")):
-            parts = self._heads / ceil(self._heads / self._ranks)  # whole heads, padded ones too
-        # Keys and values are the last rows of one matrix.
-        of_kv = self._kv_rows if name.endswith("qkv_proj.weight") else 0
-        of_kv_here = ceil(of_kv / min(self._ranks, self._kv_heads))
-        return ceil((parameter.shape[0] - of_kv) / parts) + of_kv_here
+    def shape(self, module: nn.Module, parameter: Tensor, name: str) -> tuple[int, ...]:
+        """Return the shape a rank holds of a parameter.
+
+        Args:
+            module: the router or the shared experts that own it, or any other.
+            parameter: the whole one.
+            name: in the model, or in such a module.
+        """
+        if isinstance(module, Router):
+            return tuple(parameter.shape)
+        return self._split.shape(name, parameter.shape, self._whole)
 
 
 def cache_bytes_per_token(model: nn.Module, spread: Spread, element_size: int) -> int:
@@ -230,16 +228,6 @@ def _expert_bytes(parameter: nn.Parameter, name: str, spread: Spread, expert_for
     return num_experts * columns * contracted * parameter.element_size()
 
 
-def _parts(module: nn.Module, name: str, tp: int, kv_heads: int, whole: Set[str]) -> int:
-    """Return into how many ranks' parts a parameter outside the routed experts is cut."""
-    layer = name.split(".")
-    if isinstance(module, Router) or name.endswith("o_proj.bias") or not whole.isdisjoint(layer):
-        return 1
-    if "k_proj" in layer or "v_proj" in layer:
-        return min(tp, kv_heads)
-    return tp if _group(module, name) != "norms" else 1
-
-
 def _group(module: nn.Module, name: str) -> str:
     if isinstance(module, RoutedExperts):
         return "routed experts"
@@ -248,7 +236,7 @@ def _group(module: nn.Module, name: str) -> str:
     if isinstance(module, Router):
         return "router"
     parts = name.split(".")
-    if parts[-2].endswith("norm") or parts[-1] == "norm_weight":
+    if is_norm(name):
         return "norms"
     if "self_attn" in parts:
         return "attention"

@@ -47,8 +47,29 @@ class SharedExperts(nn.Module):
         self.spec = spec
         self.whole_on_each_rank = whole_on_each_rank
         is_split = group is not None and not whole_on_each_rank
-        self.group = group if is_split and group is not None else SingleRank("shared experts")
-        self.shard = ExpertShard(self.group.rank, self.group.size)
+        here = group if is_split and group is not None else SingleRank("shared experts")
+        self._take_part(here, dtype, device)
+        self.shared_expert_gate = (
+            nn.Linear(spec.hidden_size, 1, bias=False, dtype=dtype, device=device)
+            if spec.is_gated
+            else None
+        )
+        refuse_wrong_weights(self)
+
+    def split_over(self, group: Collectives) -> None:
+        """Make new projections for one of other ranks; weights come after.
+
+        Args:
+            group: ranks that split I.
+        """
+        weight = self.down_proj.weight
+        self._take_part(group, weight.dtype, weight.device)
+
+    def _take_part(
+        self, group: Collectives, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        spec, self.group = self.spec, group
+        self.shard = ExpertShard(group.rank, group.size)
         self.width = width = len(self.shard.columns(spec.intermediate_size))
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -60,8 +81,6 @@ class SharedExperts(nn.Module):
             self.gate_proj = linear(spec.hidden_size, width)
             self.up_proj = linear(spec.hidden_size, width)
         self.down_proj = linear(width, spec.hidden_size)
-        self.shared_expert_gate = linear(spec.hidden_size, 1) if spec.is_gated else None
-        refuse_wrong_weights(self)
 
     def describe(self) -> tuple[object, ...]:
         """Return what must agree between ranks."""

@@ -1,9 +1,9 @@
-"""Attention heads split over ranks: each keeps the keys and values of its own heads.
+"""Attention heads split over ranks in vLLM on a CPU: each keeps keys and values of its own heads.
 
 Every rank computes all projections, which are small beside experts, and attends for its heads; what
 they give is gathered. So any attention module is split by its core alone.
 
-Letters: Q query heads, W value size; N ranks, n heads of one rank.
+Letters: Q query heads, N ranks.
 """
 
 from torch import Tensor
@@ -31,8 +31,8 @@ def own_heads(group: Collectives, heads: Tensor, axis: int = -2) -> Tensor:
     return heads.narrow(axis, group.rank * size, size)
 
 
-def gather_heads(group: Collectives, own: Tensor) -> Tensor:
-    """Return [.., Q * W] of what each rank's heads gave, [.., n * W]."""
+def gather_columns(group: Collectives, own: Tensor) -> Tensor:
+    """Return [.., N * c] of the columns of each rank, [.., c]."""
     if group.size == 1:
         return own
     rows = own.flatten(0, -2)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from neuron_moe.models.attention import AttentionFacts, Reach, attend
-from neuron_moe.serving.heads import gather_heads, own_heads, ranks_of_heads
 
 
 class PagesView(NamedTuple):
@@ -50,44 +49,28 @@ def view_of(
     )
 
 
-class PagesCore:
-    """Writes keys and values into pages, then attends to the pages of each sequence.
+def attend_pages(
+    attention: AttentionFacts, query: Tensor, key: Tensor, value: Tensor, view: PagesView
+) -> Tensor:
+    """Write keys and values into pages, then attend to the pages of each sequence.
 
-    Args:
-        num_heads: Q of the model.
-        num_kv_heads: J of the model.
+    Returns:
+        [.., Q * D]; arguments as `models.attention.Core`, heads those of this rank.
     """
-
-    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
-        self.group = ranks_of_heads(num_heads, num_kv_heads)
-        self.num_kv_heads = num_kv_heads // self.group.size
-
-    def __call__(
-        self,
-        attention: AttentionFacts,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        view: PagesView,
-    ) -> Tensor:
-        """Return [.., Q * D]; arguments as `models.attention.Core`."""
-        leading = query.shape[:2]
-        query_TQD, key_TJD, value_TJD = (
-            own_heads(self.group, part).flatten(0, 1) for part in (query, key, value)
-        )
-        _write(view.key_PJBD, view.slots_T, key_TJD)
-        _write(view.value_PJBD, view.slots_T, value_TJD)
-        num_sequences = view.table_UM.shape[0]
-        sinks = attention.sinks
-        out_USX = attend(
-            query_TQD.view(num_sequences, -1, *query_TQD.shape[1:]),
-            _read(view.key_PJBD, view.table_UM),
-            _read(view.value_PJBD, view.table_UM),
-            _mask(view, attention.reach),
-            None if sinks is None else own_heads(self.group, sinks, 0),
-            attention.scale,
-        )
-        return gather_heads(self.group, out_USX.reshape(*leading, -1))
+    leading = query.shape[:2]
+    query_TQD, key_TJD, value_TJD = (part.flatten(0, 1) for part in (query, key, value))
+    _write(view.key_PJBD, view.slots_T, key_TJD)
+    _write(view.value_PJBD, view.slots_T, value_TJD)
+    num_sequences = view.table_UM.shape[0]
+    out_USX = attend(
+        query_TQD.view(num_sequences, -1, *query_TQD.shape[1:]),
+        _read(view.key_PJBD, view.table_UM),
+        _read(view.value_PJBD, view.table_UM),
+        _mask(view, attention.reach),
+        attention.sinks,
+        attention.scale,
+    )
+    return out_USX.reshape(*leading, -1)
 
 
 def _write(pages_PJBD: Tensor, slots_T: Tensor, rows_TJD: Tensor) -> None:

@@ -19,7 +19,8 @@ from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
-from neuron_moe.serving.neuron_attention import PagesCore, view_of
+from neuron_moe.serving.neuron_attention import attend_pages, view_of
+from neuron_moe.serving.neuron_dense import cut_dense
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
 from neuron_moe.serving.options import (
     ARCHITECTURE,
@@ -30,6 +31,18 @@ from neuron_moe.serving.options import (
 
 QUANTIZATIONS = (None, "bf16", "mxfp4")  # our reader decodes whatever a checkpoint holds
 PLUGIN = "vllm_neuron"
+_RAISE_TP = "Raise the tensor parallel size instead."
+# Settings of the plugin with the one value that is served, and what to do for another.
+_SETTLED: dict[str, tuple[Any, str]] = {
+    **{f"{part}_dp_size": (1, _RAISE_TP) for part in ("attention", "embedding", "lm_head", "mlp")},
+    "apply_prefill_dcp": (False, _RAISE_TP),
+    "all2all_backend": (None, "Leave it out: experts exchange by all-reduce."),
+    "fp8_packed_kv": (False, "Leave it out: pages are in the dtype of the model."),
+    "on_device_sampling_config": (
+        None,
+        "Set it to null in --additional-config: this model returns logits.",
+    ),
+}
 
 
 class NeuronMoeNativeForCausalLM(nn.Module):
@@ -81,7 +94,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
                     " keep keys and values of one size; vllm-neuron has pages for those alone."
                     " Serve it with `neuron-moe serve`."
                 )
-            attention.core = PagesCore(self.model.config.num_attention_heads, shape[0][0])
+            attention.core = attend_pages
+        group = _model_group()
+        self._parts = {} if group is None else cut_dense(self.model, group)
 
     @classmethod
     def from_configs(cls, hf_config: Any, neuron_config: Any) -> "NeuronMoeNativeForCausalLM":
@@ -121,7 +136,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         layers = [
             records.LayerSpec(
                 name=name,
-                num_kv_heads=attention.core.num_kv_heads,
+                num_kv_heads=attention.cache_shape[0][0],
                 head_size=attention.cache_shape[0][1],
                 dtype=self.model.embed_tokens.weight.dtype,
                 sliding_window_size=attention.reach.window,
@@ -140,14 +155,16 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         caches = []
         for name, attention in zip(self._names, self.model.attentions, strict=True):
             pages = kv_caches.get(name)
-            wanted = attention.core.num_kv_heads, attention.cache_shape[0][1]
+            (heads, size), dtype = attention.cache_shape[0], self.model.embed_tokens.weight.dtype
             if pages is None or any(
-                each.ndim != 4 or (each.shape[1], each.shape[3]) != wanted for each in pages[:2]
+                each.ndim != 4 or (each.shape[1], each.shape[3], each.dtype) != (heads, size, dtype)
+                for each in pages[:2]
             ):
-                found = None if pages is None else [tuple(each.shape) for each in pages]
+                found = None if pages is None else [(*each.shape, each.dtype) for each in pages]
                 raise ValueError(
-                    f"kv_caches[{name!r}]: {found}, must be keys and values [pages, {wanted[0]},"
-                    f" tokens, {wanted[1]}]. Allocate what get_kv_spec() says, unpacked."
+                    f"kv_caches[{name!r}]: {found}, must be keys and values [pages, {heads},"
+                    f" tokens, {size}] in {dtype}. Allocate what get_kv_spec() says, unpacked,"
+                    " and leave --kv-cache-dtype out."
                 )
             caches.append((pages[0], pages[1]))
         self._caches = caches
@@ -223,7 +240,8 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         loaders = importlib.import_module(f"{PLUGIN}.utils.weight_loader")
         model_file, config = parse_config(read_config(self.folder), self.folder)
         mappings = {}
-        made = parameter_loaders(self.model, model_file.weight_map(config), checkpoint_path)
+        weight_map = model_file.weight_map(config)
+        made = parameter_loaders(self.model, weight_map, checkpoint_path, self._parts)
         parameters = _as_parameters(self.model, made)
         for name, loader in made.items():
             attached = loaders.SafetensorsWeightLoader(transform=loader.transform)
@@ -270,19 +288,20 @@ def _check_config(neuron_config: Any) -> None:
             f"quantization={quantization!r}: must be one of {', '.join(map(str, QUANTIZATIONS))}."
             " Leave it out: weights are decoded as the checkpoint stores them."
         )
-    for name in ("attention_dp_size", "embedding_dp_size", "lm_head_dp_size"):
-        if (value := getattr(neuron_config, name, 1)) not in (None, 1):
-            raise ValueError(f"{name}={value}: must be 1. Raise the tensor parallel size instead.")
-    if getattr(neuron_config, "on_device_sampling_config", None) is not None:
-        raise ValueError(
-            "on_device_sampling_config: must be None, for this model returns logits. Set it to"
-            " null in --additional-config."
-        )
+    for name, (served, way_out) in _SETTLED.items():
+        if (value := getattr(neuron_config, name, served)) not in (None, served):
+            raise ValueError(f"{name}={value!r}: must be {served}. {way_out}")
 
 
 def _take_groups() -> None:
     """Take the plugin's ranks as ours, once."""
-    tensor = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    groups = importlib.import_module("vllm.distributed.parallel_state")
+    if (ranks := groups.get_dcp_group().world_size) > 1:
+        raise ValueError(
+            f"decode_context_parallel_size={ranks}: must be 1, every rank keeps all tokens of its"
+            " heads. Leave --decode-context-parallel-size out."
+        )
+    tensor = groups.get_tp_group()
     if tensor.world_size == 1 or parallel_state.model_parallel_is_initialized():
         return
     expert_ranks = importlib.import_module(

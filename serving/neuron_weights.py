@@ -4,6 +4,7 @@ The plugin opens the files and hands each loader slices of the tensors it names;
 them is one assignment of the map, cut for this rank before anything is stacked or decoded.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from neuron_moe.checkpoint import (
     unique_parameters,
 )
 from neuron_moe.checkpoint.lazy import hull, take, within
+from neuron_moe.models.dense_parts import Part
 from neuron_moe.parallel.sharding import sharding_of
 
 Transform = Callable[[Sequence[Any], int], Tensor]
@@ -42,7 +44,10 @@ class ParameterLoader:
 
 
 def parameter_loaders(
-    model: nn.Module, weight_map: WeightMap, folder: str | Path
+    model: nn.Module,
+    weight_map: WeightMap,
+    folder: str | Path,
+    parts: Mapping[str, Part] | None = None,
 ) -> dict[str, ParameterLoader]:
     """Return the loader of every parameter of a model that was built for one rank.
 
@@ -50,15 +55,19 @@ def parameter_loaders(
         model: may be on the meta device.
         weight_map: of the model.
         folder: of the checkpoint; headers are read, no data.
+        parts: what `neuron_dense.cut_dense` left of dense weights.
 
     Raises:
         ValueError: as `neuron_moe.checkpoint.load_weights`; nothing was read.
     """
     source = _Slices()
     checkpoint = replace(open_checkpoint(folder), read_part=source.read)
-    matches = match_parameters(
-        checkpoint, weight_map, unique_parameters(model), shard=sharding_of(model)
-    )
+    of_experts, parts = sharding_of(model), parts or {}
+
+    def shard(name: str, shape: tuple[int, ...]) -> Selection:
+        return parts[name].selection(shape) if name in parts else of_experts(name, shape)
+
+    matches = match_parameters(checkpoint, weight_map, unique_parameters(model), shard=shard)
     stored = {
         name: tuple(
             info.name for info in (checkpoint.tensors[name], checkpoint.scales.get(name)) if info
@@ -68,12 +77,13 @@ def parameter_loaders(
     loaders = {}
     for match in matches:
         keys = tuple(key for name in match[0].keys for key in stored[name])
-        loaders[match[0].target] = ParameterLoader(keys, _transform(match, keys, source))
+        name = match[0].target
+        loaders[name] = ParameterLoader(keys, _transform(match, keys, source, parts.get(name)))
     return loaders
 
 
-class _Slices:
-    """Reads parts of the slices that a loader was handed."""
+class _Slices(threading.local):
+    """Reads parts of the slices that a loader was handed, in its own thread."""
 
     def __init__(self) -> None:
         self.by_key: Mapping[str, Any] = {}
@@ -86,7 +96,9 @@ class _Slices:
         return take(part, tuple(local))
 
 
-def _transform(match: Match, keys: tuple[str, ...], source: _Slices) -> Transform:
+def _transform(
+    match: Match, keys: tuple[str, ...], source: _Slices, part: Part | None
+) -> Transform:
     def transform(slices: Sequence[Any], rank: int) -> Tensor:
         if len(slices) != len(keys):
             raise ValueError(
@@ -95,7 +107,8 @@ def _transform(match: Match, keys: tuple[str, ...], source: _Slices) -> Transfor
             )
         source.by_key = dict(zip(keys, slices, strict=True))
         try:
-            return read_matched([match])[match[0].target]
+            read = read_matched([match])[match[0].target]
+            return read if part is None else part.clear(read)
         finally:
             source.by_key = {}
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 
 from neuron_moe.models.attention import AttentionFacts, CacheView
 from neuron_moe.models.decoder import DecoderModel
-from neuron_moe.serving.heads import gather_heads, own_heads, ranks_of_heads
+from neuron_moe.serving.heads import gather_columns, own_heads, ranks_of_heads
 from neuron_moe.serving.options import PREFILL, check_servable
 
 
@@ -89,7 +89,7 @@ class PagedCore:
         out = self.paged(*(part.flatten(0, 1).flatten(1) for part in (query, key, value)))
         if missing:
             out = out.unflatten(-1, (query.shape[2], -1))[..., :value_size].flatten(-2)
-        return gather_heads(self.group, out.view(*leading, -1))
+        return gather_columns(self.group, out.view(*leading, -1))
 
 
 def put_cores(model: DecoderModel, config: VllmConfig, prefix: str) -> list[PagedCore]:

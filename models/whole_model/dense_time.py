@@ -32,7 +32,6 @@ from neuron_moe.parallel.planner.collective_times import (
 )
 from neuron_moe.parallel.planner.layer_cost import matmul_cycles
 
-_OUTPUTS = ("o_proj", "out_proj", "down_proj")  # whose columns are cut over ranks, not rows
 _MOVING = 512  # columns of an instruction of the tensor engine
 _NORM_PASSES = 3  # squares, product with the factor, product with the weight
 _STATE_PRODUCTS = 3  # what the memory answers, what is taken from it, what is added
@@ -255,10 +254,8 @@ def _linears(rank: _Rank, module: nn.Module, where: str, tokens: int) -> tuple[f
     shapes = []
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear):
-            here = rank.rule.rows(module, each.weight, f"{where}.{name}.weight")
-            rows, columns = each.weight.shape
-            is_output = name.endswith(_OUTPUTS)
-            shapes.append((ceil(columns * here / rows), rows) if is_output else (columns, here))
+            outputs, inputs = rank.rule.shape(module, each.weight, f"{where}.{name}.weight")
+            shapes.append((inputs, outputs))
     return _products(rank, tokens, shapes, ROW_BYTES)
 
 

@@ -53,7 +53,7 @@ class Runner:
         self.model.load_weights(str(folder), torch.device("cpu"), None)
         self.specs = self.model.get_kv_spec().layers
         self.trims, self.segment = trims, segment
-        self.graphs, self.is_warm = 0, False
+        self.graphs, self.is_warm, self.codes = 0, False, list[str]()
         self._allocate(max(DECODE_BUCKETS))
         self.forward: Callable[..., Tensor] = self.model
         if compiler is not None:
@@ -68,6 +68,7 @@ class Runner:
         if self.is_warm:
             raise RecompiledError("a graph was captured after the warm-up")
         self.graphs += 1
+        self.codes.append(graph.code)
         return self._compiler(graph, inputs)
 
     def _allocate(self, num_sequences: int) -> None:

@@ -85,14 +85,20 @@ class GroupCoordinator:
 
 
 def stand_in(
-    monkeypatch: pytest.MonkeyPatch, group: GroupCoordinator | None = None, ep_degree: int = 1
+    monkeypatch: pytest.MonkeyPatch,
+    group: GroupCoordinator | None = None,
+    ep_degree: int = 1,
+    dcp_size: int = 1,
 ) -> None:
     """Put the stand-ins where the native form imports from."""
-    tensor = group or GroupCoordinator()
+    tensor, context = group or GroupCoordinator(), GroupCoordinator(dcp_size)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.distributed": {},
-        "vllm.distributed.parallel_state": {"get_tp_group": lambda: tensor},
+        "vllm.distributed.parallel_state": {
+            "get_tp_group": lambda: tensor,
+            "get_dcp_group": lambda: context,
+        },
         "vllm_neuron": {},
         "vllm_neuron.model": {},
         "vllm_neuron.model.kv_cache": {"LayerSpec": LayerSpec, "KVSpec": KVSpec},

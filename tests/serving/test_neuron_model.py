@@ -2,14 +2,15 @@
 
 import inspect
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from neuron_moe.models.generation import GenerationOptions, generate
@@ -20,7 +21,6 @@ from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.sharding import sharding_of
 from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
 from neuron_moe.serving.neuron_weights import parameter_loaders
-from tests.ranks import start_ranks, values_of
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
 from tests.serving.stand_in_runner import BLOCK, RecompiledError, Runner
@@ -129,21 +129,36 @@ def test_loaders_give_a_rank_its_part(ranks: tuple[int, int], folder_of: Folders
             assert torch.equal(part, expected), name
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ep_degree", [1, 2], ids=["tp2", "ep2"])
-def test_two_ranks_give_the_same_tokens(ep_degree: int, folder_of: Folders) -> None:
-    folder = folder_of(SLIDING)
-    expected = own_tokens(folder, PROMPTS, 6)
+def test_loaders_may_run_at_once(folder_of: Folders) -> None:
+    folder = folder_of(SMALL)
+    whole = dict(load_model(folder, dtype=torch.float32).named_parameters())
+    model_file, config = parse_config(read_config(folder), folder)
+    stored = {}
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    with torch.device("meta"):
+        model = model_file.Model(config, dtype=torch.float32)
+    loaders = parameter_loaders(model, model_file.weight_map(config), folder)
+    together = threading.Barrier(4, timeout=30)
 
-    def serve(rank: int) -> list[list[int]]:
-        with pytest.MonkeyPatch.context() as patch:
-            group = stand_ins.GroupCoordinator(2, rank, dist.group.WORLD)
-            stand_ins.stand_in(patch, group, ep_degree)
-            runner = Runner(folder, torch.float32)
-            assert [spec.num_kv_heads for spec in runner.specs] == [1] * 4
-            return runner.generate(PROMPTS, 6)
+    class Slice:
+        """Hands its tensor out when three other loaders are as far."""
 
-    assert values_of(start_ranks(2, serve)) == [expected, expected]
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def __getitem__(self, where: Any) -> torch.Tensor:
+            together.wait()
+            return self.tensor[where]
+
+    names = [name for name, loader in loaders.items() if len(loader.keys) == 1][:4]
+
+    def load(name: str) -> torch.Tensor:
+        return loaders[name].transform([Slice(stored[loaders[name].keys[0]])], 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        for name, loaded in zip(names, pool.map(load, names), strict=True):
+            assert torch.equal(loaded, whole[name]), name
 
 
 @pytest.mark.parametrize(
@@ -151,6 +166,10 @@ def test_two_ranks_give_the_same_tokens(ep_degree: int, folder_of: Folders) -> N
     [
         ({"quantization": "int4"}, "quantization='int4'"),
         ({"attention_dp_size": 2}, "attention_dp_size=2"),
+        ({"mlp_dp_size": 2}, "mlp_dp_size=2: must be 1"),
+        ({"apply_prefill_dcp": True}, "apply_prefill_dcp=True"),
+        ({"all2all_backend": "neuron"}, "all2all_backend='neuron'"),
+        ({"fp8_packed_kv": True}, "fp8_packed_kv=True"),
         ({"on_device_sampling_config": {}}, "on_device_sampling_config"),
     ],
 )
@@ -161,6 +180,12 @@ def test_what_it_does_not_do_is_refused(
         NeuronMoeNativeForCausalLM.from_configs(
             _hf_config(folder_of(SMALL)), SimpleNamespace(**neuron_config)
         )
+
+
+def test_context_over_ranks_is_refused(folder_of: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.stand_in(monkeypatch, dcp_size=2)
+    with pytest.raises(ValueError, match="decode_context_parallel_size=2"):
+        NeuronMoeNativeForCausalLM.from_configs(_hf_config(folder_of(SMALL)), None)
 
 
 def test_a_name_that_is_no_folder_is_refused() -> None:
@@ -187,6 +212,9 @@ def test_pages_of_another_form_are_refused(folder_of: Folders) -> None:
     packed = torch.zeros(3, 2, BLOCK // 2, 32, 2)
     with pytest.raises(ValueError, match="unpacked"):
         model.bind_kv_cache({"layers.0.self_attn": [packed, packed]})
+    eight_bits = torch.zeros(3, 2, BLOCK, 32, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="leave --kv-cache-dtype out"):
+        model.bind_kv_cache({"layers.0.self_attn": [eight_bits, eight_bits]})
 
 
 def test_embeddings_and_speculation_are_refused(folder_of: Folders) -> None:
