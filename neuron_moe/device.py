@@ -11,8 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_traced(x: Tensor) -> bool:
-    """Say whether operations on a tensor are recorded as they are called, and run later."""
-    return x.device.type == "xla" or isinstance(x, FakeTensor)
+    """Say whether operations on a tensor are recorded as they are called, and run later; not by
+    torch.compile and torch.export, before which plans are made.
+    """
+    is_lazy = x.device.type == "xla" or isinstance(x, FakeTensor)
+    return is_lazy and not torch.compiler.is_compiling()
 
 
 def has_numbers(x: Tensor) -> bool:

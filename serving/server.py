@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model
 from neuron_moe.parallel import parallel_state
@@ -108,10 +109,14 @@ class ServerSettings:
         Raises:
             ValueError: the model cannot be split or served so.
         """
-        with parallel_state.as_rank(self.options.layout(self.num_ranks), 0):
+        layout = self.options.layout(self.num_ranks)
+        with parallel_state.as_rank(layout, 0):
             built = build_model(self.folder, dtype=DTYPES[self.dtype], backend=self.options.backend)
         model = cast(DecoderModel, built)
         check_servable(model)
+        for experts in model.modules():  # vLLM gives its ranks equal parts
+            if isinstance(experts, RoutedExperts):
+                layout.check_experts(experts.spec.num_experts, experts.spec.intermediate_size)
         check_product_form(model, self.options)
         longest = self.max_model_len or min(4096, model.config.max_position_embeddings)
         cache_bytes = (self.cache_mib or 0) << 20 or 8 * longest * _bytes_per_token(model)

@@ -211,8 +211,6 @@ BAD = {
     "no-tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "negative-temperature": (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
     "a-million-ranks": (["--prompt", "x", "--tp", "1000000"], "1000000 processes, must be at most"),
-    "more-ranks-than-experts": (["--prompt", "x", "--ep", "9"], "expert-parallel size 9"),
-    "uneven-slices": (["--prompt", "x", "--tp", "7"], "tensor-parallel size 7"),
     "backend-without-gpu": (["--prompt", "x", "--backend", "cuda"], "backend='cuda'"),
 }
 
