@@ -63,6 +63,10 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "view-wider": (lambda t: t.view(nl.uint8), X.view(np.uint8)),
     "view-same": (lambda t: t.view(nl.int32), X.view(np.int32)),
     "ap": (lambda t: t.ap([[48, 64], [8, 3], [2, 4]], offset=1), X[:, 0:3, 1::2]),
+    "ap-of-a-slice-by-its-own-rows": (
+        lambda t: t[:, 1, 2:8].ap([[6, 64], [2, 3]]),
+        X[:, 1, 2:8:2],
+    ),
     "ap-chooses-partitions": (lambda t: t.ap([[48, 16], [1, 8]], offset=32 * 48), X[32:48, 0]),
     "ap-repeats": (
         lambda t: t.ap([[48, 64], [0, 5], [1, 8]]),
