@@ -138,7 +138,7 @@ class _MendingLoader(importlib.machinery.SourceFileLoader):
         """Compile; where that fails, without the doubled end of a docstring."""
         try:
             return super().source_to_code(data, path)
-        except IndentationError:
+        except SyntaxError:
             return super().source_to_code(mend(bytes(data).decode()).encode(), path)
 
 
@@ -377,7 +377,8 @@ def _judge(report: Any, call: pytest.CallInfo[None]) -> tuple[str, str]:
         return "passed", "; ".join(f"agrees in spite of {text}" for text in _test.forgiven)
     error = call.excinfo.value if call.excinfo is not None else None
     if report.skipped or error is None:
-        return "skipped", _one_line(error) if error is not None else "expected to fail"
+        why = _one_line(error).removeprefix("Skipped: ") if error is not None else ""
+        return "skipped", why or "expected to fail"
     if _test.error is not None and _is_refusal(_test.error):
         return "refused", _one_line(_test.error)
     return "failed", _one_line(error)
@@ -496,14 +497,11 @@ def main(argv: list[str] | None = None) -> int:
             f"--library {library}: no folders {_SUITE} and src/nkilib_src in it. "
             "Give the root of a checkout of the library."
         )
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " ".join(missing)
-        raise ValueError(f"The library's tests need {names}, not installed. pip install {names}")
     wanted = read_list(args.list) if args.list else None
     output = args.json.resolve() if args.json else None
     command = _pytest_arguments(root, args, wanted) + more
     os.environ[LIBRARY_VARIABLE] = str(root)
+    os.environ.setdefault("NEURON_PYTHONHASHSEED", "0")  # the harness draws cases by it
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     here = Path.cwd()
@@ -520,6 +518,9 @@ def main(argv: list[str] | None = None) -> int:
         tests = {each["id"]: {k: v for k, v in each.items() if k != "id"} for each in results}
         output.write_text(json.dumps({"tests": tests}, indent=1) + "\n")
     if status > 1:
+        missing = " ".join(name for name in _NEEDED if importlib.util.find_spec(name) is None)
+        hint = f"They need {missing}. pip install {missing}" if missing else "pytest says why."
+        sys.stderr.write(f"The library's tests could not run. {hint}\n")
         return 2
     if wanted is None:
         return int(any(each["outcome"] in ("failed", "refused") for each in results))
