@@ -350,15 +350,16 @@ class Views:
             pattern: [stride, count] pairs, outermost first, in elements of `dtype`. On chip the
                 first stride is the next partition: a row of the whole tensor, or of this slice of
                 it, as published kernels (mlp_tkg) count it.
-            offset: first element; None keeps the offset of this view.
+            offset: first element; None keeps the offset of this view. On chip that of a slice
+                counts from the slice's first element, by its rows.
             scalar_offset: register, scalar or (1, 1) tensor, in rows of axis `indirect_dim`.
             vector_offset: on-chip tensor with one row index per partition (DMA only).
             indirect_dim: axis of this tensor that the dynamic offset counts.
             dtype: reinterpret the bytes.
 
         Raises:
-            LanguageError: both kinds of dynamic offset, or an explicit offset on a view that
-                already has one (the guides contradict each other there).
+            LanguageError: both kinds of dynamic offset, or in HBM an explicit offset on a view
+                that already has one (the guides contradict each other there).
         """
         view_dtype = self.dtype if dtype is None else as_dtype(dtype)
         shape = tuple([int(pair[1]) for pair in pattern])
@@ -371,7 +372,11 @@ class Views:
             start = self.offset * ratio_from // ratio_to
         else:
             start = int(offset)
-            if self.offset:
+            if self.offset and self.on_chip:
+                partitions, rest = divmod(start * ratio_to, row)
+                first = (self.offset + partitions * self.strides[0]) * ratio_from
+                start = (first + rest) // ratio_to
+            elif self.offset:
                 raise LanguageError(
                     self.label(),
                     "offset=None, or .ap on a whole tensor",

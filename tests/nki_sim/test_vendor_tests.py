@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,7 +179,7 @@ def test_only_a_doubled_end_of_a_docstring_is_taken_out() -> None:
 
 @pytest.mark.parametrize("name", neuron_dtypes.FORMATS)
 def test_packed_arrays_as_the_references_name_them_are_taken(name: str) -> None:
-    def kernel(x: object) -> object:
+    def kernel(x: Any) -> Any:
         out = nl.ndarray((4, 8), dtype=name, buffer=nl.shared_hbm)
         isa.dma_copy(dst=out, src=x)
         return out

@@ -67,6 +67,14 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lambda t: t[:, 1, 2:8].ap([[6, 64], [2, 3]]),
         X[:, 1, 2:8:2],
     ),
+    "ap-of-a-slice-from-its-own-start": (
+        lambda t: t[:, 1, 2:8].ap([[6, 64], [1, 3]], offset=1),
+        X[:, 1, 3:6],
+    ),
+    "ap-of-a-slice-from-its-own-row": (
+        lambda t: t[:, 1, 2:8].ap([[6, 32], [1, 3]], offset=32 * 6 + 1),
+        X[32:, 1, 3:6],
+    ),
     "ap-chooses-partitions": (lambda t: t.ap([[48, 16], [1, 8]], offset=32 * 48), X[32:48, 0]),
     "ap-repeats": (
         lambda t: t.ap([[48, 64], [0, 5], [1, 8]]),
@@ -155,7 +163,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "loop-over-it": (list, LanguageError),
     "view-of-three-bytes": (lambda t: t.view(nl.uint8)[:, :, 0:3].view(nl.int16), LanguageError),
     "ap-partition-stride": (lambda t: t.ap([[47, 64], [1, 8]]).array(), IllegalOperand),
-    "ap-offset-on-an-offset": (lambda t: t[1:2].ap([[48, 1], [1, 8]], offset=8), LanguageError),
     "ap-two-dynamic-offsets": (
         lambda t: t.ap([[48, 64], [1, 8]], scalar_offset=t, vector_offset=t),
         LanguageError,
