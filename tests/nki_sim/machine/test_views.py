@@ -182,6 +182,11 @@ def test_a_view_is_refused(name: str) -> None:
         seen(view)
 
 
+def test_an_offset_on_an_offset_is_refused_in_hbm() -> None:
+    with pytest.raises(LanguageError, match="guides disagree"):
+        seen(lambda t: t[1:2].ap([[48, 1], [1, 8]], offset=8), space="hbm")
+
+
 def test_an_axis_before_the_partitions_is_refused_for_these() -> None:
     for axis in (0, -4):
         with pytest.raises(LanguageError, match="leave the partition axis alone"):
