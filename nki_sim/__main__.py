@@ -1,4 +1,6 @@
-"""The simulator without the rest of the project: ``python -m nki_sim run | lint | profile``."""
+"""The simulator without the rest of the project: ``python -m nki_sim run | lint | profile |
+vendor-tests``.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,30 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["lint"]:
         return linter.main(words[1:])
+    if words[:1] == ["vendor-tests"]:
+        return _vendor_tests(words[1:])
     args = _parser().parse_args(words)
     try:
         return _run(args) if args.command == "run" else _profile(args)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+
+
+def _vendor_tests(words: list[str]) -> int:
+    """Run the suite of the vendor's kernel library."""
+    try:
+        from nki_sim import vendor_tests  # here, as pytest need not be installed
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        sys.stderr.write("vendor-tests: pytest is missing. pip install pytest\n")
+        return 2
+    try:
+        return vendor_tests.main(words)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--picture", metavar="FILE.png", help="draw the engine lanes")
             command.add_argument("--perfetto", metavar="FILE.json", help="for ui.perfetto.dev")
     commands.add_parser("lint", help="Check kernels against the NKI language.")
+    text = "Run the tests of the vendor's kernel library on the simulator."
+    commands.add_parser("vendor-tests", help=text)
     return parser
 
 

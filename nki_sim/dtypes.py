@@ -143,6 +143,10 @@ def as_dtype(value: Any) -> DType:
         return _BY_NAME[value]
     if isinstance(value, np.dtype) and value.metadata is not None and "nki" in value.metadata:
         return _BY_NAME[value.metadata["nki"]]
+    if isinstance(value, np.dtype) and value.names is not None and len(value.names) == 1:
+        packed = _BY_NAME.get(value.names[0])  # as the vendor's references name packed arrays
+        if packed is not None and packed.kind == "x" and packed.itemsize == value.itemsize:
+            return packed
     name = str(value).removeprefix("torch.")
     if name in _BY_NAME:
         return _BY_NAME[name]

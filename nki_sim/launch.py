@@ -459,6 +459,8 @@ def _as_array(value: Any) -> tuple[np.ndarray[Any, Any], DType]:
         return bits.numpy().view(dtype.numpy).reshape(tuple(value.shape)), dtype
     dtype = as_dtype(value.dtype)
     array = np.ascontiguousarray(value)
+    if array.dtype.names is not None:  # a packed type, named by its one field
+        array = array.view(dtype.numpy)
     return (array if array.flags.writeable else array.copy()), dtype
 
 

@@ -74,6 +74,10 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                     if type(arg) is NkiTensor and arg._dynamic is not None:
                         core.dynamic_operands = 1
                         kwargs[key] = arg.resolve()
+            written = args[0] if args else kwargs.get("dst")
+            if type(written) is NkiTensor and 0 in written.shape:
+                core.machine.find("empty", core.location(), f"{name}: no element; nothing is done")
+                return None
             try:
                 result = body(core, *args, **kwargs)
             except TypeError:

@@ -345,6 +345,9 @@ def _expand_ellipsis(tensor: NkiTensor, key: tuple[Any, ...]) -> tuple[Any, ...]
 def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, int, int]:
     """Return start, count and step of a slice, refusing what lies outside.
 
+    An empty slice is taken: published kernels give one to a core that has no rows, and an
+    instruction that writes one does nothing.
+
     An end beyond the axis is cut off and reported as a finding: the compiler's front end cuts it
     too, and published kernels rely on that for a short last tile.
     """
@@ -359,10 +362,10 @@ def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, i
     if 0 <= start < size < stop:
         _report_cut(tensor, axis, item, size)
         stop = size
-    if not 0 <= start < stop <= size or step < 1:
+    if not 0 <= start <= stop <= size or step < 1:
         raise OutOfBounds(
             tensor.label(),
-            f"0 <= start < end <= {size} on axis {axis} (shape {list(tensor.shape)})",
+            f"0 <= start <= end <= {size} on axis {axis} (shape {list(tensor.shape)})",
             f"[{item.start}:{item.stop}:{item.step}]",
         )
     return start, -(-(stop - start) // step), step

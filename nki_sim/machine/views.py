@@ -5,6 +5,7 @@ Every method returns a view of the same bytes and costs nothing at run time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -346,26 +347,36 @@ class Views:
         """Return an access pattern on the storage of this tensor.
 
         Args:
-            pattern: [stride, count] pairs, outermost first, in elements of `dtype`.
-            offset: first element; None keeps the offset of this view.
+            pattern: [stride, count] pairs, outermost first, in elements of `dtype`. On chip the
+                first stride is the next partition: a row of the whole tensor, or of this slice of
+                it, as published kernels (mlp_tkg) count it.
+            offset: first element; None keeps the offset of this view. On chip that of a slice
+                counts from the slice's first element, by its rows.
             scalar_offset: register, scalar or (1, 1) tensor, in rows of axis `indirect_dim`.
             vector_offset: on-chip tensor with one row index per partition (DMA only).
             indirect_dim: axis of this tensor that the dynamic offset counts.
             dtype: reinterpret the bytes.
 
         Raises:
-            LanguageError: both kinds of dynamic offset, or an explicit offset on a view that
-                already has one (the guides contradict each other there).
+            LanguageError: both kinds of dynamic offset, or in HBM an explicit offset on a view
+                that already has one (the guides contradict each other there).
         """
         view_dtype = self.dtype if dtype is None else as_dtype(dtype)
         shape = tuple([int(pair[1]) for pair in pattern])
         strides = tuple([int(pair[0]) for pair in pattern])
         ratio_from, ratio_to = self.dtype.itemsize, view_dtype.itemsize
+        row = math.prod(self.shape[1:]) * ratio_from
+        if self.on_chip and len(shape) > 1 and shape[0] > 1 and strides[0] * ratio_to == row:
+            strides = (self.strides[0] * ratio_from // ratio_to, *strides[1:])
         if offset is None:
             start = self.offset * ratio_from // ratio_to
         else:
             start = int(offset)
-            if self.offset:
+            if self.offset and self.on_chip:
+                partitions, rest = divmod(start * ratio_to, row)
+                first = (self.offset + partitions * self.strides[0]) * ratio_from
+                start = (first + rest) // ratio_to
+            elif self.offset:
                 raise LanguageError(
                     self.label(),
                     "offset=None, or .ap on a whole tensor",

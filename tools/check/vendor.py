@@ -24,9 +24,10 @@ from neuron_moe.tools.check.outcomes import Outcome, OutcomeFile, print_table, r
 from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Job, Limits, Skipped, difference
 from neuron_moe.tools.check.vendor_cases.known_faults import explain
-from neuron_moe.tools.check.vendor_cases.launch import FORGIVABLE, Launched, launch
+from neuron_moe.tools.check.vendor_cases.launch import Launched, launch
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from neuron_moe.tools.parsers import Parser
+from nki_sim.vendor_library import FORGIVABLE
 
 
 def main(argv: list[str] | None = None) -> int:

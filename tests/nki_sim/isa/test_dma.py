@@ -702,3 +702,19 @@ def test_the_price_of_skipped_rows_hangs_on_where_they_lie(spaces: tuple[str, st
         (record,) = done.run.trace
         found.append((record.facts.skipped_rows, record.facts.src_space))
     assert found == [(1, {"sbuf": tr.SBUF, "hbm": tr.HBM}[space]) for space in spaces]
+
+
+def test_an_empty_slice_moves_nothing_and_is_told() -> None:
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((4, 8), dtype=nl.float32, buffer=nl.shared_hbm)
+        tile = nl.ndarray((4, 8), dtype=nl.float32, buffer=nl.sbuf)
+        isa.dma_copy(dst=tile, src=x[0:4])
+        isa.dma_copy(dst=tile[nl.ds(0, 0)], src=x[nl.ds(4, 0)])
+        isa.dma_copy(dst=out, src=tile)
+        return out
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    found = nki_sim.run(kernel, x)
+    assert np.array_equal(found.outputs, x[:4])
+    assert [each.kind for each in found.findings] == ["empty"]
+    assert "dma_copy" in found.findings[0].text

@@ -63,6 +63,18 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "view-wider": (lambda t: t.view(nl.uint8), X.view(np.uint8)),
     "view-same": (lambda t: t.view(nl.int32), X.view(np.int32)),
     "ap": (lambda t: t.ap([[48, 64], [8, 3], [2, 4]], offset=1), X[:, 0:3, 1::2]),
+    "ap-of-a-slice-by-its-own-rows": (
+        lambda t: t[:, 1, 2:8].ap([[6, 64], [2, 3]]),
+        X[:, 1, 2:8:2],
+    ),
+    "ap-of-a-slice-from-its-own-start": (
+        lambda t: t[:, 1, 2:8].ap([[6, 64], [1, 3]], offset=1),
+        X[:, 1, 3:6],
+    ),
+    "ap-of-a-slice-from-its-own-row": (
+        lambda t: t[:, 1, 2:8].ap([[6, 32], [1, 3]], offset=32 * 6 + 1),
+        X[32:, 1, 3:6],
+    ),
     "ap-chooses-partitions": (lambda t: t.ap([[48, 16], [1, 8]], offset=32 * 48), X[32:48, 0]),
     "ap-repeats": (
         lambda t: t.ap([[48, 64], [0, 5], [1, 8]]),
@@ -151,7 +163,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "loop-over-it": (list, LanguageError),
     "view-of-three-bytes": (lambda t: t.view(nl.uint8)[:, :, 0:3].view(nl.int16), LanguageError),
     "ap-partition-stride": (lambda t: t.ap([[47, 64], [1, 8]]).array(), IllegalOperand),
-    "ap-offset-on-an-offset": (lambda t: t[1:2].ap([[48, 1], [1, 8]], offset=8), LanguageError),
     "ap-two-dynamic-offsets": (
         lambda t: t.ap([[48, 64], [1, 8]], scalar_offset=t, vector_offset=t),
         LanguageError,
@@ -169,6 +180,11 @@ def test_a_view_is_refused(name: str) -> None:
     view, error = REFUSED[name]
     with pytest.raises(error):
         seen(view)
+
+
+def test_an_offset_on_an_offset_is_refused_in_hbm() -> None:
+    with pytest.raises(LanguageError, match="guides disagree"):
+        seen(lambda t: t[1:2].ap([[48, 1], [1, 8]], offset=8), space="hbm")
 
 
 def test_an_axis_before_the_partitions_is_refused_for_these() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from neuron_moe.tools.check.vendor_cases.mx import provide_neuron_dtypes
+from nki_sim.neuron_dtypes import provide_neuron_dtypes
 
 PACKAGE = "nkilib_src.nkilib"
 LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"  # the environment's name of the checkout
@@ -58,7 +58,7 @@ class VendorLibrary:
 
         self.nki = nki
         self.nl = nki.language
-        provide_neuron_dtypes(self.nl)
+        provide_neuron_dtypes()
 
     def get(self, module: str, name: str) -> Any:
         """Return one name of a library module, e.g. get("core.cumsum.cumsum", "cumsum")."""

@@ -1,79 +1,24 @@
 """Packed mx data: four elements in one word, one power-of-two scale per 8 rows x 4 elements.
 
-Arrays for kernels carry their type in the NumPy dtype's metadata; the vendor's references look
-for "x4" in the printed dtype, which a one-field structured dtype gives.
+The types and their conversions are those of `nki_sim.neuron_dtypes`; here are the data.
 """
 
-import importlib
 import math
-import sys
-import types
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from neuron_moe.tools.check.vendor_cases.inputs import POOL_ELEMENTS, Draw
+from nki_sim.neuron_dtypes import FORMATS as FORMATS
+from nki_sim.neuron_dtypes import PACK as PACK
+from nki_sim.neuron_dtypes import for_kernel as for_kernel
+from nki_sim.neuron_dtypes import for_reference as for_reference
+from nki_sim.neuron_dtypes import pack as pack
+from nki_sim.neuron_dtypes import unpack as unpack
 
 GROUP_ROWS = 8
-PACK = 4
 PARTITIONS = 128
-
-
-class Format(NamedTuple):
-    """A packed type: its word, its element, the largest finite element and that element's
-    exponent.
-    """
-
-    word: type[np.unsignedinteger[Any]]
-    element: Any
-    bits: int
-    largest: float
-    exponent: int
-
-
-FORMATS = {
-    "float4_e2m1fn_x4": Format(np.uint16, ml_dtypes.float4_e2m1fn, 4, 6.0, 2),
-    "float8_e4m3fn_x4": Format(np.uint32, ml_dtypes.float8_e4m3fn, 8, 448.0, 8),
-    "float8_e5m2_x4": Format(np.uint32, ml_dtypes.float8_e5m2, 8, 57344.0, 15),
-}
-
-
-def for_kernel(words: np.ndarray, name: str) -> np.ndarray:
-    """Return packed words as an input tensor of type `name`."""
-    return words.view(np.dtype(FORMATS[name].word, metadata={"nki": name}))
-
-
-def for_reference(words: np.ndarray, name: str) -> np.ndarray:
-    """Return packed words as an array whose printed dtype names the packed type."""
-    return np.ascontiguousarray(words).view(np.dtype([(name, FORMATS[name].word)]))
-
-
-def pack(values: np.ndarray, name: str) -> np.ndarray:
-    """Round float32 [..., 4n] to the element type and pack four neighbours: [..., n] words."""
-    form = FORMATS[name]
-    codes = (
-        values.astype(form.element)
-        .view(np.uint8)
-        .reshape(*values.shape[:-1], -1, PACK)
-        .astype(form.word)
-    )
-    words: np.ndarray = codes[..., 0].copy()
-    for slot in range(1, PACK):
-        words |= codes[..., slot] << form.word(form.bits * slot)
-    return words
-
-
-def unpack(words: np.ndarray, name: str) -> np.ndarray:
-    """Widen packed [..., n] words to float32 [..., 4n]."""
-    form = FORMATS[name]
-    raw = words.view(form.word)
-    mask = form.word((1 << form.bits) - 1)
-    codes = np.stack([(raw >> form.word(form.bits * slot)) & mask for slot in range(PACK)], axis=-1)
-    values = codes.astype(np.uint8).view(form.element).astype(np.float32)
-    widened: np.ndarray = values.reshape(*words.shape[:-1], -1)
-    return widened
 
 
 def draw_words(draw: Draw, shape: Sequence[int], name: str) -> np.ndarray:
@@ -195,58 +140,3 @@ def draw_experts(
                 draw, (scale_rows, hidden), name
             )
     return weights
-
-
-def provide_neuron_dtypes(nl: Any) -> None:
-    """Answer to the vendor's module `neuron_dtypes` where it is missing; its references convert
-    types with it.
-    """
-    if "neuron_dtypes" in sys.modules:
-        return
-    try:
-        importlib.import_module("neuron_dtypes")
-    except ImportError:
-        module = types.ModuleType("neuron_dtypes")
-        for name in (
-            "bfloat16",
-            "float16",
-            "float32",
-            "float8_e4m3",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            *FORMATS,
-        ):
-            setattr(module, name, getattr(nl, name))
-        for function in (static_cast, sizeinbytes, finfo, is_float_type):
-            setattr(module, function.__name__, function)
-        sys.modules["neuron_dtypes"] = module
-
-
-def static_cast(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Convert an array; packed types are packed, or widened to float32, along the last axis."""
-    source = (
-        array.dtype.names[0] if array.dtype.names else dict(array.dtype.metadata or {}).get("nki")
-    )
-    if source in FORMATS:
-        return unpack(array, source).astype(np.dtype(dtype))
-    name = str(dtype)
-    if name in FORMATS:
-        return for_reference(pack(np.asarray(array, dtype=np.float32), name), name)
-    return array.astype(np.dtype(dtype))
-
-
-def sizeinbytes(dtype: Any) -> int:
-    """Return the bytes of one element."""
-    return (
-        FORMATS[str(dtype)].word().itemsize if str(dtype) in FORMATS else np.dtype(dtype).itemsize
-    )
-
-
-def is_float_type(dtype: Any) -> bool:
-    """Return whether a type is a floating-point type."""
-    return np.dtype(dtype).kind in "fV"
-
-
-def finfo(dtype: Any) -> Any:
-    """Return the limits of a floating-point type."""
-    return ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]
