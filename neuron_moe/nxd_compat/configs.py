@@ -191,7 +191,7 @@ class BlockwiseMatmulConfig:
     num_static_blocks: int | None = None
     pad_num_blocks_to_even: bool = False
     decode_mode: str = dataclasses.field(default="auto", kw_only=True)
-    features: Any = dataclasses.field(default="open", kw_only=True)
+    features: str | frozenset[str] = dataclasses.field(default="open", kw_only=True)
     tuned: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
