@@ -43,6 +43,8 @@ _PLAIN = tuple(each.name for each in fields(ExpertFormula) if each.name not in _
 _CLAMP = tuple(each.name for each in fields(Limits))
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
 MISSING = ("skip", "spare")
+# What NKI's pages leave open, and a plan can do without.
+FEATURES = frozenset({"dynamic loops", "skipped entries", "sums over trips", "turning gathers"})
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -236,6 +238,22 @@ class SharedSpec:
         check_bools(self, ("is_fused", "is_gated"))
 
 
+def open_features(features: str | frozenset[str]) -> frozenset[str]:
+    """Return the names of FEATURES that a value of `Tuning.features` stands for.
+
+    Raises:
+        ValueError: it is neither a word for some nor names of them.
+    """
+    words = {"open": FEATURES, "safe": frozenset[str]()}
+    found = words.get(features) if isinstance(features, str) else features
+    if not isinstance(found, frozenset) or found - FEATURES:
+        raise ValueError(
+            f"features={features!r}: must be {', '.join(map(repr, words))}, or a frozenset of"
+            f" {', '.join(map(repr, sorted(FEATURES)))}."
+        )
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """How the kernels of a layer go about their work; the results never depend on it.
@@ -255,6 +273,10 @@ class Tuning:
         tuned: plans of `neuron-moe tune`, for the steps they are long enough for.
         missing: what stands for no token or expert: a number that transfers leave out ('skip'), or
             a spare row ('spare'), for a compiler or chip that leaves out nothing.
+        features: what of the compiler and chip plans may use: 'open' (whatever its pages do not
+            exclude), 'safe' (nothing that public kernels do not show and a plan can do without), or
+            a frozenset of those of FEATURES that a chip was seen to have. What else is named here
+            runs all the same, and `explain()` says where it has no precedent.
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
@@ -271,6 +293,7 @@ class Tuning:
     decode_mode: str = "auto"
     tuned: TunedPlans = field(default_factory=TunedPlans)
     missing: str = "skip"
+    features: str | frozenset[str] = "open"
     save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 
@@ -288,6 +311,7 @@ class Tuning:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
         check_choice("missing", self.missing, MISSING)
+        self._check_tuned(open_features(self.features))
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
         percent = self.save_percent
         if percent is not None and (isinstance(percent, bool) or percent not in range(101)):
@@ -295,6 +319,22 @@ class Tuning:
                 f"save_percent={percent!r}: must be a whole number from 0 (keep nothing, compute"
                 " again) to 100, or None. Use 0 where memory is short."
             )
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Which of FEATURES plans may use."""
+        return open_features(self.features)
+
+    def _check_tuned(self, opened: frozenset[str]) -> None:
+        """Raise ValueError for a tuned plan that uses what may not be used."""
+        for each in self.tuned.prefill:
+            is_looped = each.loop_plan != "static" and "dynamic loops" not in opened
+            if is_looped or (each.turns == "dma" and "turning gathers" not in opened):
+                raise ValueError(
+                    f"features={self.features!r} beside a plan tuned for {each.tokens} tokens with"
+                    f" loop_plan={each.loop_plan!r}, turns={each.turns!r}, of which no public"
+                    " kernel has a precedent. Tune with --features safe, or leave out the plan."
+                )
 
     def __str__(self) -> str:
         halves = ", in halves" if self.in_halves else ""

@@ -121,6 +121,10 @@ class Parser(argparse.ArgumentParser):
         told = f"end with one line of JSON, or write it to a file{more}"
         self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=told)
 
+    def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
+        """Add --features, a word of `Tuning.features`."""
+        self.add_argument("--features", choices=("open", "safe"), default="open", help=told)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""
         if args == [DESCRIBE]:

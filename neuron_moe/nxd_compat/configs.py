@@ -35,6 +35,7 @@ from neuron_moe.spec import (
     DEFAULT_LNC_SIZE,
     as_dtype,
     check_top_k,
+    open_features,
 )
 from neuron_moe.tuned import DECODE_MODES, TunedPlans, read_tuned
 from nki_kernels.common.formula import ROUTER_ACTIVATIONS
@@ -166,6 +167,8 @@ class BlockwiseMatmulConfig:
         pad_num_blocks_to_even: one block more where their number is odd.
         decode_mode: beyond NxD's: 'selective' (a list of the chosen experts), 'all_experts', or
             'auto', the cost model's choice.
+        features: beyond NxD's: 'open', or 'safe' for kernels of nothing but what public ones show;
+            see `Tuning.features`.
         tuned: beyond NxD's: plans of `neuron-moe tune` as plain values; `from_tuned` reads a file.
 
     Raises:
@@ -188,11 +191,13 @@ class BlockwiseMatmulConfig:
     num_static_blocks: int | None = None
     pad_num_blocks_to_even: bool = False
     decode_mode: str = dataclasses.field(default="auto", kw_only=True)
+    features: str | frozenset[str] = dataclasses.field(default="open", kw_only=True)
     tuned: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive_int("block_size", self.block_size)
         check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
+        open_features(self.features)
         if self.tuned is not None:
             TunedPlans.read(self.tuned)
         strategy = _as_enum(

@@ -111,6 +111,7 @@ def tuning_of(config: BlockwiseMatmulConfig, backend: str) -> Tuning:
         "pad_num_blocks_to_even": config.pad_num_blocks_to_even,
         "num_cores": config.logical_nc_config,
         "decode_mode": config.decode_mode,
+        "features": config.features,
         "tuned": TunedPlans.read(config.tuned or {}),
         "missing": "spare" if config.always_augment_inputs_for_blockwise_matmul else "skip",
     }
@@ -150,7 +151,7 @@ def _remarks_on_nki(config: BlockwiseMatmulConfig, shards: dict[str, object]) ->
     """Return a sentence for each switch that every plan honours as it is, or has no use for."""
     by_blocks = shards.get("shard_plan") == "block"
     told = {
-        "skip_dma_token": "padding slots move no bytes in any plan",
+        "skip_dma_token": "padding slots move no bytes, but for spare rows where they read those",
         "num_static_blocks": "no kernel here has a static part before a dynamic one",
         "parallelize_token_to_block_mapping": "both cores compute the mapping",
         "optimized_block_to_token_mapping": "the mapping is k-wide in any case",

@@ -78,7 +78,11 @@ def make_shared_config(
         formula,
         WeightForm(weight_format, layout, in_fours=config.h_axis.group > 1),
         DecodeRequest(
-            mode="all", shard="experts", chunks=0 if layout == "packed" else 1, weight_buffers=1
+            mode="all",
+            shard="experts",
+            chunks=0 if layout == "packed" else 1,
+            weight_buffers=1,
+            missing=config.missing,
         ),
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum, gives_rows=config.gives_rows)

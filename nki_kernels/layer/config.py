@@ -32,6 +32,7 @@ from nki_kernels.prefill.config import num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
+_ANY = PlanRequest()
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
 
 
@@ -200,7 +201,11 @@ def _check_shared(config: PrefillLayerConfig) -> None:
 
 
 def make_shared_config(
-    formula: ExpertFormula, sizes: ExpertSizes, num_tokens: int, base: PrefillConfig
+    formula: ExpertFormula,
+    sizes: ExpertSizes,
+    num_tokens: int,
+    base: PrefillConfig,
+    request: PlanRequest = _ANY,
 ) -> PrefillConfig:
     """Return what shared experts are compiled for: one expert that all tokens choose.
 
@@ -211,11 +216,12 @@ def make_shared_config(
         sizes: of one expert, as wide as this rank's share of all shared experts; without scales.
         num_tokens: T.
         base: the routed experts of the layer.
+        request: loops and turns, as far as they are not open; what is missing is the base's.
 
     Raises:
         ValueError: sizes or a formula that the kernel does not take.
     """
-    request = _shared_request(formula, sizes, base)
+    request = _shared_request(formula, sizes, base, request)
     expected = Expected(
         num_tokens=num_tokens, top_k=1, routing=(1.0,), num_cores=base.num_cores, stores="tiles"
     )
@@ -225,11 +231,13 @@ def make_shared_config(
     return make_config(formula, sizes, work, best.request)
 
 
-def _shared_request(formula: ExpertFormula, sizes: ExpertSizes, base: PrefillConfig) -> PlanRequest:
+def _shared_request(
+    formula: ExpertFormula, sizes: ExpertSizes, base: PrefillConfig, asked: PlanRequest
+) -> PlanRequest:
     """Return how the matrices of shared experts lie, whatever the tokens: whole where the cores
     hold a half each, twice; else by parts, whose rows are one run.
     """
-    plain = PlanRequest(missing=base.loop.missing)
+    plain = replace(asked, missing=base.loop.missing)
     work = PrefillWork(PARTITIONS, PARTITIONS, PARTITIONS, base.num_cores, stores="tiles")
     try:
         halves = make_config(formula, sizes, work, replace(plain, shard_plan="hidden")).loop

@@ -25,8 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
 from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.spec import Tuning
 from neuron_moe.tools.check.case_file import read_cases
 from neuron_moe.tools.check.kernels import NO_LIMITS
 from neuron_moe.tools.check.kernels import run_case as run_ours
@@ -41,6 +43,7 @@ from nki_sim.own_kernel import load_kernel, read_arguments, simulate
 from nki_sim.precedent import TABLE, Missing, Table, recording
 
 CHIP: Final = "trn2"
+_TUNING: Final = Tuning()
 _FUSED: Final = (True,)
 _BOTH: Final = (True, False)  # one launch, and one for each stage
 # Model, ranks that split an expert, phase, tokens, and whether in one launch: rows of the published
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     table = Table.read(options.table)
     with recording() as recorder:
         if options.kernel is None:
-            _each(our_runs())
+            _each(our_runs(Tuning(features=options.features)))
         else:
             _run_own(options.kernel, options.args, options.lnc)
     report = table.counts(recorder)
@@ -98,6 +101,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="of the kernel: [NAME=]128x512:float32, FILE.npy, or a value",
     )
     parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of its launch")
+    parser.add_features_option("what plans of our kernels may use (default: open)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
     parser.more.add_argument(
         "--table", type=Path, default=TABLE, metavar="FILE", help="compare with this table"
@@ -124,19 +128,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def our_runs() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names of runs of our kernels, and what runs each."""
+def our_runs(tuning: Tuning = _TUNING) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield names of runs of our kernels with plans of a tuning, and what runs each."""
     for model, tp, phase, tokens, forms in LAYERS:
         for in_one in forms:
             name = f"{model} TP{tp}, {phase} of {tokens}, {'one launch' if in_one else 'stages'}"
-            yield name, partial(_run_layer, model, tp, phase, tokens, in_one)
+            yield name, partial(_run_layer, model, tp, phase, tokens, in_one, tuning)
     for case in SMALL:
-        yield case.id, partial(run_ours, case, NO_LIMITS)
+        asked = {} if tuning.features == "open" else case_params(tuning)
+        yield case.id, partial(run_ours, replace(case, params={**case.params, **asked}), NO_LIMITS)
 
 
-def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool) -> None:
+def case_params(tuning: Tuning) -> dict[str, str]:
+    """Return how the kernels of a case are to go about it, as parameters of the case."""
+    prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
+    asked = {name: getattr(prefill, name) for name in ("loop_plan", "turns", "missing")}
+    return asked | {name: getattr(decode, name) for name in ("loops", "sums")}
+
+
+def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool, tuning: Tuning) -> None:
     raw_config, _ = read_model(model)
-    layer = RankLayer(raw_config, model, tp=tp, backend="nki")
+    layer = RankLayer(raw_config, model, tp=tp, backend="nki", tuning=tuning)
     plan = layer.plan(phase, tokens, in_one=in_one)
     options = replace(TIMES_ONLY, target=CHIP)
     for _ in plan_runs(plan, routed_choices(plan), options=options):

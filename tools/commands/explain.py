@@ -28,7 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     raw_config, _ = read_model(Path(args.model))
     tuned = TunedPlans() if args.tuned is None else read_tuned(args.tuned).plans
     tuning = Tuning(
-        block_size=args.block_size, num_cores=args.lnc, decode_mode=args.decode_mode, tuned=tuned
+        block_size=args.block_size,
+        num_cores=args.lnc,
+        decode_mode=args.decode_mode,
+        tuned=tuned,
+        features=args.features,
     )
     layer = RankLayer(
         raw_config, args.model, tp=args.tp, ep=args.ep, backend=args.backend, tuning=tuning
@@ -58,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2")
     parser.add_argument("--block-size", type=int, help="slots of a block; default: the backend's")
     parser.add_argument("--decode-mode", choices=("auto", *DECODE_MODES), default="auto")
+    parser.add_features_option()
     parser.add_argument("--tuned", type=Path, metavar="FILE", help="written by neuron-moe tune")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser

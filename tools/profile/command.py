@@ -91,7 +91,7 @@ def _own(args: argparse.Namespace) -> Iterator[Launch]:
 def _layer(args: argparse.Namespace) -> tuple[list[Launch], UsefulWork]:
     """Simulate the launches of one layer of a model on one rank; return them, and its own work."""
     raw_config, _ = read_model(args.model)
-    tuning = Tuning(num_cores=args.lnc or DEFAULT_LNC_SIZE)
+    tuning = Tuning(num_cores=args.lnc or DEFAULT_LNC_SIZE, features=args.features)
     layer = RankLayer(raw_config, args.model, tp=args.tp, ep=args.ep, backend="nki", tuning=tuning)
     plan = layer.plan(args.phase, args.tokens)
     chosen_TK = routed_choices(plan)
@@ -185,6 +185,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.more.add_argument(
         "--ep", type=int, default=1, metavar="N", help="ranks the experts are on"
     )
+    parser.add_features_option("what the layer's plan may use (default: open)")
     parser.more.add_argument("--launch", metavar="NAME", help="of a layer; default: the longest")
     parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of a launch")
     parser.more.add_argument("--target", default="trn2", metavar="CHIP", help="default: trn2")

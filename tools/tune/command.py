@@ -58,7 +58,7 @@ class _Tuner:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         raw_config, _ = read_model(Path(args.model))
-        tuning = Tuning(num_cores=args.lnc)
+        tuning = Tuning(num_cores=args.lnc, features=args.features)
         self._layer = RankLayer(
             raw_config, args.model, tp=args.tp, ep=args.ep, backend="nki", tuning=tuning
         )
@@ -201,6 +201,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.more.add_argument(
         "--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2"
     )
+    parser.add_features_option()
     parser.add_argument("--buckets", type=int, nargs="+", default=list(_BUCKETS), metavar="T")
     parser.add_argument(
         "--decode",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_moe.backends.nki import prefill
+from neuron_moe.backends.nki import features, prefill
 from neuron_moe.backends.nki.operands import kernel_formula
 from neuron_moe.blocks import num_blocks
 from neuron_moe.models.rank_layer import RankLayer
@@ -147,18 +147,21 @@ class Problem:
             for request in self._requests()
             for candidate in rank_candidates(formula, sizes, expected, request, search)
         ]
+        asked = features.prefill_request(parts.tuning)
+        loop_plans = ("static",) if asked.loop_plan == "static" else ("dynamic", "static")
         found += [
-            self.point(block_size, PlanRequest(shard_plan="block", loop_plan=loop_plan))
+            self.point(block_size, replace(asked, shard_plan="block", loop_plan=loop_plan))
             for block_size in block_sizes
-            for loop_plan in ("dynamic", "static")
+            for loop_plan in loop_plans
         ]
         return one_of_each(sorted(found, key=lambda point: point.estimated_us))
 
     def _requests(self) -> list[PlanRequest]:
-        requests = [PlanRequest()] if self.parts[0].weights.prefill_copy is None else []
+        asked = features.prefill_request(self.parts[0].tuning)
+        requests = [asked] if self.parts[0].weights.prefill_copy is None else []
         copy = self.parts[-1].weights.prefill_copy
         if copy is not None:
-            requests.append(PlanRequest(weight_parts=copy.parts))
+            requests.append(replace(asked, weight_parts=copy.parts))
         return requests
 
     def tuned(self, point: Point) -> TunedPrefill:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.backends.nki import words
+from neuron_moe.backends.nki import features, words
 from neuron_moe.backends.nki.launch import Input, Launch, check_call, numbers_near, run
 from neuron_moe.backends.nki.operands import (
     Operands,
@@ -92,6 +92,7 @@ class DecodePlan(RoutedPlan):
             describe(self.config),
             f"kernels: router_topk in front of it{', with rmsnorm' if self.has_norm else ''}",
             format_note(self.parts.weights),
+            *features.decode_notes(self.parts.tuning, self.config),
         )
         is_alone = self.parts.router is None
         return notes if is_alone else (*notes, f"not fused: {self.why_apart}")
@@ -230,10 +231,10 @@ def config_records(
         num_experts=parts.num_experts,
         num_cores=parts.tuning.num_cores,
     )
-    request = DecodeRequest(
+    request = features.decode_request(
+        parts.tuning,
         mode="auto" if path is None else MODES[path],
         scaling="pre" if parts.spec.scales_input else "post",
-        missing=parts.tuning.missing,
         chip=words.chip_name(),
     )
     return sizes, kernel_formula(weights), form, request

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.decode import (
     chosen_mode,
     config_records,
@@ -116,6 +117,7 @@ class LayerPlan(Plan):
             describe(self.config.moe),
             f"one kernel: {fused}",
             format_note(self.parts.weights),
+            *features.decode_notes(self.parts.tuning, self.config.moe),
         )
         if self.parts.norm is None or self.has_norm:
             return notes

@@ -13,6 +13,7 @@ import nki.language as nl
 import torch
 from torch import Tensor
 
+from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.launch import Input, Launch, check_call, run
 from neuron_moe.backends.nki.operands import (
     Operands,
@@ -298,7 +299,8 @@ class PrefillPlan(RoutedPlan):
                     " [estimated]",
                 )
         overflow = () if _is_clamped(parts.weights.formula) else (_OVERFLOW,)
-        return (plan, *self._around(), format_note(parts.weights), *better, *overflow)
+        safe = features.prefill_notes(parts.tuning, self._compiled.config)
+        return (plan, *self._around(), format_note(parts.weights), *safe, *better, *overflow)
 
     def _around(self) -> tuple[str, ...]:
         """Say which kernels compute what lies around the experts."""
@@ -362,7 +364,7 @@ def compile_for(plan: PrefillPlan) -> Compiled:
     num_partials = tuning.num_cores if config.shard.splits_i else 1
     stored_slots = output_tiles(config) * config.tile_rows
     check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
-    return Compiled(config, dims, visits, CombineDims(nl.bfloat16, True, tuning.missing))
+    return Compiled(config, dims, visits, CombineDims(nl.bfloat16, True, request.missing))
 
 
 def _fitting_config(plan: PrefillPlan, work: PrefillWork, request: PlanRequest) -> PrefillConfig:
@@ -387,14 +389,15 @@ def _request(plan: PrefillPlan) -> PlanRequest:
     tuned = tuning.tuned.for_prefill(plan.step.tokens)
     if tuned is not None:
         return _tuned_request(parts, tuned)
-    request = PlanRequest(shard_plan=tuning.shard_plan, missing=tuning.missing)
+    asked = features.prefill_request(tuning)
+    request = replace(asked, shard_plan=tuning.shard_plan)
     if tuning.shard_plan == "auto":
         num_tokens = plan.step.rows or plan.step.tokens
         request = rank(parts, num_tokens, plan.decision.work.block_size)[0].request
     return replace(
         request,
-        loop_plan=tuning.loop_plan,
-        tells_short=request.tells_short and tuning.loop_plan == "sorted",
+        loop_plan=asked.loop_plan,
+        tells_short=request.tells_short and asked.loop_plan == "sorted",
         in_halves=tuning.in_halves,
         skip_weights=tuning.skip_weights,
     )
@@ -419,7 +422,7 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
         shard_plan=tuned.shard_plan,
         loop_plan=tuned.loop_plan,
         weight_parts=weight_parts,
-        missing=parts.tuning.missing,
+        missing=features.prefill_request(parts.tuning).missing,
         largest_visit=tuned.visit,
         fit=LoopFit(
             tuned.visit,
@@ -509,7 +512,7 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         scaling=_scaling(parts),
     )
     search = Search(block_sizes=block_sizes) if block_sizes else Search()
-    plain = PlanRequest(missing=parts.tuning.missing)
+    plain = features.prefill_request(parts.tuning)
     requests = [plain]
     if weights.prefill_copy is not None:
         requests.append(replace(plain, weight_parts=weights.prefill_copy.parts))
@@ -549,7 +552,8 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
     # The parts do not depend on the tokens: as many as give each expert one row tile.
     tokens = 128 * weights.num_experts
     work = PrefillWork(128, tokens, tokens, tuning.num_cores)
-    config = make_config(kernel_formula(weights), expert_sizes(weights), work)
+    request = features.prefill_request(tuning)
+    config = make_config(kernel_formula(weights), expert_sizes(weights), work, request)
     in_parts, out_parts = best_parts(config)
     if (in_parts, out_parts) == (1, 1):
         return None

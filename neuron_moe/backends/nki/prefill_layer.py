@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import Launch, numbers_near
 from neuron_moe.backends.nki.layer import (
@@ -108,7 +109,8 @@ class PrefillLayerPlan(PrefillPlan):
         weight_format = shared_format(shared, self.parts.forms)
         sizes = ExpertSizes(made.config.H, shared.width, 1, weight_format)
         formula = ExpertFormula(shared.spec.activation)
-        return _shared_config(formula, sizes, made.config.num_tokens, made.config)
+        request = features.shared_request(self.parts.tuning)
+        return _shared_config(formula, sizes, made.config.num_tokens, made.config, request)
 
     @cached_property
     def _launch(self) -> Launch:

@@ -1,12 +1,18 @@
 """neuron-moe check precedent: somebody's kernel beside what public kernels use."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from neuron_moe.spec import Tuning
 from neuron_moe.tools.check import precedent
+from neuron_moe.tools.check.kernels import NO_LIMITS, run_case
+from neuron_moe.tools.check.vendor_cases.case import Case
+from neuron_moe.tools.chip.cases import SMALL
 from neuron_moe.tools.commands import check
+from nki_sim.precedent import TABLE, Table, recording
 
 KERNEL = """
 import nki
@@ -69,3 +75,21 @@ def test_our_runs_are_of_every_kernel_and_phase() -> None:
     assert len(names) == len(set(names)) > 20
     assert any("prefill" in name and "one launch" in name for name in names)
     assert "small/prefill-turned-by-dma" in names
+
+
+PREFILL = next(case for case in SMALL if case.id == "small/prefill-gpt-oss")
+SHARDS = tuple(
+    replace(PREFILL, id=f"small/prefill-{shard}", params={**PREFILL.params, "shard_plan": shard})
+    for shard in ("block", "intermediate", "hidden")
+)
+
+
+@pytest.mark.parametrize("case", [*SMALL[3:], *SHARDS], ids=lambda case: case.id)
+def test_small_cases_compute_the_same_without_open_features(case: Case) -> None:
+    asked = precedent.case_params(Tuning(features="safe"))
+    with recording() as recorder:
+        found = run_case(replace(case, params={**case.params, **asked}), NO_LIMITS)
+    assert found.outcome == "passed", found.reason
+    left = [one.what.split("; nearest")[0] for one in Table.read(TABLE).without(recorder)]
+    for gone in ("dynamic loop", "skip", "dma_transpose"):
+        assert not [what for what in left if gone in what]

@@ -246,7 +246,13 @@ def _launch(
         form,
         weight_form(weights, str(case.get("layout", "ehi")), down_scale),
         DecodeRequest(
-            mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16", chip=chip()
+            mode=mode_of(case),
+            scaling=SCALINGS[p.scaling],
+            output_dtype="bfloat16",
+            sums=str(case.get("sums", "auto")),
+            loops=str(case.get("loops", "dynamic")),
+            missing=str(case.get("missing", "skip")),
+            chip=chip(),
         ),
     )
     gate_up, down, optional = operands_of(weights, config.moe)

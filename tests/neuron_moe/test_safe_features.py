@@ -1,0 +1,151 @@
+"""Plans that use only what public kernels show, and what of them is opened again."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe import BlockwiseMatmulConfig, MoE
+from neuron_moe.backends.nki import features
+from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.plan import Plan
+from neuron_moe.spec import FEATURES, Tuning
+from neuron_moe.tools.models import read_model
+from neuron_moe.tuned import TunedPlans, TunedPrefill
+from tests.golden.layer_cases import Case, Step, draw_case, make_layer
+
+BF16_TOLERANCE = 2e-2  # of the norm of a token: three roundings of 2^-8 and their products
+# Drawn layers. The kernels refuse number 18, of leaky_relu; number 29 is as far from torch when
+# features are open.
+NAMES = [f"nki-{number:03d}" for number in range(29) if number != 18]
+STEPS = (Step("decode", (5, 1)), Step("prefill", (1, 12)), Step("prefill", (1, 150)))
+DYNAMIC_WHILES = ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while")
+
+
+def build(case: Case, backend: str, dtype: torch.dtype, word: str) -> MoE:
+    sizes, tuning = {**case.sizes, "dtype": dtype}, {**case.tuning, "features": word}
+    return make_layer(replace(case, backend=backend, sizes=sizes, tuning=tuning))
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES[:6], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[6:])]
+)
+@torch.no_grad()
+def test_layers_compute_the_same(name: str) -> None:
+    case = replace(
+        draw_case(name), weights="plain", pack={}, counts=False, layer={}, steps=STEPS[-1:]
+    )
+    nki = build(case, "nki", torch.bfloat16, "safe")
+    exact = build(case, "torch", torch.float32, "open")
+    state = {
+        key: value.to(exact.state_dict()[key].dtype) for key, value in nki.state_dict().items()
+    }
+    exact.load_state_dict(state)
+    nki.eval()
+    exact.eval()
+    for step in STEPS:
+        draw = torch.Generator().manual_seed(7)
+        hidden = torch.randn(*step.shape, case.sizes["H"], generator=draw).bfloat16()
+        wanted = exact(hidden.float())[0].double().flatten(0, 1)
+        off_T = (nki(hidden)[0].double().flatten(0, 1) - wanted).norm(dim=1) / wanted.norm(dim=1)
+        # One token in a hundred may choose between experts that are nearly alike.
+        assert int((off_T > BF16_TOLERANCE).sum()) <= len(off_T) // 100, (step, off_T.max())
+
+
+def plan(phase: str, tokens: int, model: str = "qwen3_30b_a3b", **tuning: Any) -> Plan:
+    made = Tuning(**tuning)
+    return RankLayer(read_model(model)[0], model, tp=8, backend="nki", tuning=made).plan(
+        phase, tokens
+    )
+
+
+def test_prefill_leaves_out_what_no_public_kernel_shows() -> None:
+    loop = plan("prefill", 512, features="safe")._compiled.config.loop  # type: ignore[attr-defined]
+    assert (loop.is_dynamic, loop.turns, loop.missing) == (False, "tensor", "spare")
+
+
+@pytest.mark.long
+def test_shared_experts_of_prefill_do_likewise() -> None:
+    shared = plan("prefill", 256, "llama4_scout", features="safe").shared_config  # type: ignore[attr-defined]
+    assert (shared.loop.is_dynamic, shared.loop.turns) == (False, "tensor")
+
+
+def test_shared_experts_of_decode_do_likewise() -> None:
+    decode = plan("decode", 4, "llama4_scout", features="safe").config  # type: ignore[attr-defined]
+    assert (decode.moe.missing, decode.shared.missing) == ("spare", "spare")
+
+
+def test_decode_leaves_out_what_no_public_kernel_shows() -> None:
+    moe = plan("decode", 4, features="safe").config.moe  # type: ignore[attr-defined]
+    assert (moe.is_unrolled, moe.sums_in_psum, moe.missing) == (True, False, "spare")
+
+
+def test_what_a_chip_was_seen_to_have_is_opened_again() -> None:
+    assert features.prefill_request(Tuning(features=FEATURES)) == features.prefill_request(Tuning())
+    some = Tuning(features=frozenset({"turning gathers", "sums over trips"}))
+    prefill, decode = features.prefill_request(some), features.decode_request(some)
+    assert (prefill.turns, prefill.loop_plan, prefill.missing) == ("auto", "static", "spare")
+    assert (decode.sums, decode.loops, decode.missing) == ("auto", "unrolled", "spare")
+
+
+@pytest.mark.parametrize("features", ["closed", frozenset({"loops"}), ["dynamic loops"], None])
+def test_an_unknown_feature_is_refused(features: Any) -> None:
+    with pytest.raises(ValueError, match="must be 'open', 'safe', or a frozenset of 'dynamic"):
+        Tuning(features=features)
+    with pytest.raises(ValueError, match="must be 'open', 'safe'"):
+        BlockwiseMatmulConfig(features=features)
+
+
+def named(**switches: Any) -> str:
+    """Return what is told of a prefill of NxD's switches under the safe profile."""
+    case = replace(draw_case("nki-000"), weights="plain", pack={}, layer={}, shared=None)
+    switches = {"block_size": 128, "features": "safe", **switches}
+    return str(make_layer(replace(case, tuning=switches)).explain("prefill", 300))
+
+
+@pytest.mark.parametrize("switch", DYNAMIC_WHILES)
+def test_a_dynamic_while_that_was_named_runs_and_is_told(switch: str) -> None:
+    told = named(**{switch: True})
+    assert "plan: dynamic loop" in told
+    assert "loop_plan='dynamic' was asked for by name and runs: no public kernel has" in told
+
+
+def test_weight_skipping_that_was_named_runs_and_is_told() -> None:
+    told = named(use_block_parallel=True, skip_dma_weight=True)
+    assert "skip_weights=True was asked for by name and runs" in told
+    assert "loops written out for the worst case" in told
+
+
+def test_what_is_done_without_is_told() -> None:
+    told = named(skip_dma_token=True)
+    assert "plan: static loop" in told
+    assert "spare rows and experts instead of transfers left out" in told
+    assert "skip_dma_token=True: padding slots move no bytes, but" in told
+    assert "features=" not in str(plan("decode", 4).explain())
+
+
+def test_e5m2_weights_stay_and_are_told() -> None:
+    config = plan("decode", 4, features="safe").config.moe  # type: ignore[attr-defined]
+    narrow = replace(config, weights=replace(config.weights, format="float8_e5m2"))
+    (told,) = features.decode_notes(Tuning(features="safe"), narrow)
+    assert "products with float8_e5m2 weights stay" in told
+
+
+def test_a_tuned_plan_with_an_open_feature_is_refused() -> None:
+    tuned = TunedPrefill(
+        tokens=512,
+        block_size=128,
+        shard_plan="balanced",
+        loop_plan="static",
+        visit=1,
+        loaded_parts=(1, 1),
+        weight_buffers=2,
+        turns="tensor",
+        weights="plain",
+    )
+    Tuning(features="safe", tuned=TunedPlans(prefill=(tuned,)))
+    for change in ({"loop_plan": "sorted"}, {"turns": "dma"}):
+        plans = TunedPlans(prefill=(replace(tuned, **change),))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="Tune with --features safe"):
+            Tuning(features="safe", tuned=plans)
