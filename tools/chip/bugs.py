@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-import nki_sim
 from neuron_moe.tools.chip.device import Device, Job, Loaded
 from neuron_moe.tools.chip.environment import LNC, LNC_VARIABLES
+from neuron_moe.tools.chip.stand_in import timed
 from nki_sim.trace import PSUM, ComputeFacts, DmaFacts, Instruction, MatmulFacts, SyncFacts
 
 FOLDER: Final = "NEURON_MOE_SIMULATED_DEVICE"
@@ -176,10 +176,8 @@ class _BuggyKernel:
     @cached_property
     def met(self) -> list[Bug]:
         """The bugs that the kernel meets."""
-        job = self.job
-        run = nki_sim.run(job.kernel, *job.arguments, lnc=job.cores, **job.options)
-        code = list(run.trace)
-        return [bug for bug in self.bugs if bug.meets(job, code)]
+        code = list(timed(self.job).trace)
+        return [bug for bug in self.bugs if bug.meets(self.job, code)]
 
     def run(self) -> Any:
         """Launch it: right, wrong, or an error after which the device does not answer."""

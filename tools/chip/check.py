@@ -2,11 +2,10 @@
 
     neuron-moe chip check --json report.json
 
-In order of danger: the machine in words, then a small kernel for each open feature of NKI, then
-every kernel on small shapes and on those of models, last what may leave the device without an
-answer, and that only with --dangerous. Every row is a process of its own with a time limit, and
-after each a kernel that is known to be good tells whether the device still answers. Where it does
-not, the row is named as the culprit and the device reset (--reset); else what is left is not tried.
+In order of danger: the machine in words, a small kernel for each open feature of NKI, every kernel
+on small shapes and on those of models, last what may leave the device without an answer. Every row
+is a process of its own with a time limit; after each a kernel known to be good tells whether the
+device still answers. Where it does not, the row is the culprit, and the device is reset (--reset).
 
 A row works, fails, wedges (the device did not answer after it) or was not tried. Rows are kept in a
 folder, with what the compiler said; the same command goes on where one was stopped, and does not
@@ -121,9 +120,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against",
         metavar="sim:SEED",
-        help=f"a simulated chip, {WITH_BUGS} for one with the public bugs; default: the chip",
+        help=f"a simulated chip, or {WITH_BUGS}; default: the chip",
     )
-    parser.add_argument("--only", choices=(PROBES, "small", "full"), help="only these")
+    parser.add_argument(
+        "--only", choices=(PROBES, "small", "full"), metavar="WHAT", help="probes, small or full"
+    )
     parser.add_argument("--match", default="", help="only rows whose name contains this")
     parser.add_argument(
         "--dangerous", action="store_true", help="run also what may wedge the device, last"
@@ -137,9 +138,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--state", type=Path, default=Path("chip_check"), help="folder of rows and compiler logs"
     )
-    parser.add_argument(
-        "--verdicts", type=Path, help="file of verdicts; default: verdicts.json in that folder"
-    )
+    parser.add_argument("--verdicts", type=Path, help="file of verdicts; default: in that folder")
     parser.add_argument("--again", action="store_true", help="run also what works or wedges")
     parser.add_json_option()
     parser.add_argument(

@@ -75,7 +75,7 @@ def test_any_bugs_leave_every_other_row(
     monkeypatch.setattr(check, "in_order", lambda: names)  # also with the worst first
     argv = ["--against", f"sim:bugs:{','.join(bugs)}", "--dangerous"]
     _, rows, found = checked(tmp_path, *argv)
-    expected = {name: "works" for name in names}
+    expected = dict.fromkeys(names, "works")
     for bug in bugs:
         expected.update({name: out for name, out in MET[bug].items() if name in names})
     assert [row["name"] for row in rows] == names
@@ -209,10 +209,50 @@ def test_everything_that_wedges_is_listed_as_dangerous(name: str) -> None:
     assert wedges(name) == (name in DANGEROUS)
 
 
+def check_all(tmp_path: Path, bugs: Sequence[str]) -> None:
+    """Run every row on a chip with some bugs, and compare with what the bugs do."""
+    against = f"sim:bugs:{','.join(bugs)}"
+    _, rows, found = checked(tmp_path, "--against", against, "--dangerous")
+    outcomes = {row["name"]: row["outcome"] for row in rows}
+    assert list(outcomes) == check.in_order()
+    probes = {feature.name: "works" for feature in OPEN_FEATURES}
+    for bug in bugs:
+        probes |= MET[bug]
+    assert found == {name: outcomes[name] for name in probes} == probes
+    refused = {"scalar-dge", "psum-search"} & set(bugs)
+    for name in outcomes.keys() - probes.keys():
+        if name in DANGEROUS and not refused:
+            assert outcomes[name] == "wedges"
+        elif name in DANGEROUS or "loop-sums" in bugs or refused:
+            assert outcomes[name] in ("works", "fails", "wedges")
+        else:
+            assert outcomes[name] == "works"
+    assert outcomes["small/index"] == outcomes["small/combine"] == "works"
+
+
 @pytest.mark.long
-def test_a_whole_check_with_all_bugs_in_processes_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bugs", [["skipped-transpose", "lnc", "two-launches"], list(BUGS)])
+def test_a_check_with_bugs_has_every_row(
+    bugs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name in check.in_order() if not name.startswith("full/")]
+    monkeypatch.setattr(check, "in_order", lambda: names)
+    monkeypatch.setattr(check, "_run", run_here)
+    check_all(tmp_path, bugs)
+
+
+@pytest.mark.slow
+def test_a_whole_check_with_bugs_has_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_run", run_here)
+    check_all(tmp_path, list(BUGS))
+
+
+@pytest.mark.long
+def test_a_wedged_device_is_reset_between_processes(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    argv = ["chip", "check", "--against", "sim:bugs", "--dangerous", "--only", "probes"]
+    argv = ["chip", "check", "--against", "sim:bugs", "--dangerous", "--match", "that transpose"]
     done = subprocess.run(
         [sys.executable, "-m", "neuron_moe.tools.cli", *argv, "--json", str(path)],
         cwd=tmp_path,
@@ -222,9 +262,6 @@ def test_a_whole_check_with_all_bugs_in_processes_of_their_own(tmp_path: Path) -
     )
     assert done.returncode == 1, done.stderr
     rows = {row["name"]: row["outcome"] for row in json.loads(path.read_text())["rows"]}
-    wanted = {feature.name: "works" for feature in OPEN_FEATURES}
-    for met in MET.values():
-        wanted |= met
-    assert rows == wanted
-    assert verdicts(tmp_path / "chip_check" / "verdicts.json") == rows
+    assert list(rows.values()) == ["works", "works", "wedges"]
+    assert verdicts(tmp_path / "chip_check" / "verdicts.json").items() >= rows.items()
     assert "verdicts: chip_check/verdicts.json" in done.stdout
