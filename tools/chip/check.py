@@ -48,6 +48,8 @@ from neuron_moe.tools.timing.sources import digest
 from neuron_moe.verdicts import Verdict, write_verdicts
 
 LIMIT_S: Final = 300.0
+ALIVE_S: Final = 90.0
+"""For the kernel that is known to be good, so that a device without an answer costs no more."""
 NO_DEVICE: Final = "no-device"
 PROBES: Final = "probes"
 _START: Final = "import nki_sim; nki_sim.provide(force={force}); " + (
@@ -227,7 +229,9 @@ class _Check:
         begin = time.monotonic()
         found = _in_a_process(self._options, name, self._where, self._plants.get(name, ""))
         seconds = time.monotonic() - begin
-        outcome: Verdict = {True: "works", False: "fails", None: "not tried"}[found["right"]]
+        outcome: Verdict = "works" if found["right"] else "fails"
+        if found["right"] is None:
+            outcome = "not tried"
         if not self._is_alive():
             outcome = "wedges"
             found["why"] = f"the device does not answer after it. {found['why']}".rstrip()
@@ -277,7 +281,8 @@ class _Check:
             wedged_file(self._options.state).unlink(missing_ok=True)
         elif self._options.reset is not None:
             _run(["sh", "-c", self._options.reset], self._options.limit_s, os.environ)
-        if not self._is_alive():
+        can_reset = self._options.against is not None or self._options.reset is not None
+        if not can_reset or not self._is_alive():
             self._stopped = (
                 f"the device does not answer {since} (see {_file_name(ALIVE.name)}.log). Reset it;"
                 " the same command goes on from here."
@@ -288,7 +293,8 @@ class _Check:
         return digest(kernel, self._where, self._plants.get(name, ""), *self._versions)
 
     def _place(self, name: str) -> Path:
-        return self._options.state / f"{_file_name(name)}.json"
+        state: Path = self._options.state
+        return state / f"{_file_name(name)}.json"
 
     def _keep(self, row: Row) -> None:
         try:
@@ -333,7 +339,8 @@ def _in_a_process(options: argparse.Namespace, name: str, where: str, plant: str
         command = [sys.executable, "-c", start, name, where, str(row)]
         variables = {**os.environ, **_variables(options, name)}
         plants = ["--plant", plant] if plant else []
-        status, output = _run([*command, *plants], options.limit_s, variables)
+        limit_s = min(options.limit_s, ALIVE_S) if name == ALIVE.name else options.limit_s
+        status, output = _run([*command, *plants], limit_s, variables)
         stage_file = row.with_suffix(".stage")
         stage = stage_file.read_text() if stage_file.is_file() else "starting"
         _keep_log(options.state, name, where, output)
@@ -343,7 +350,7 @@ def _in_a_process(options: argparse.Namespace, name: str, where: str, plant: str
     is_compiled = not stage.startswith(("compiling", "starting"))
     if status is None:
         why = (
-            f"hangs: no answer after {options.limit_s:g} s while {stage}; it was ended. Give more"
+            f"hangs: no answer after {limit_s:g} s while {stage}; it was ended. Give more"
             " with --limit-s if that is too short."
         )
     else:

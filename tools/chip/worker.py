@@ -74,8 +74,8 @@ def _run(name: str, where: str, plant: str, stage: Stage) -> dict[str, Any]:
             device = Planted(device, plant)
         if name in FEATURES:
             wrong = ask(FEATURES[name], _Staged(device, stage))
-            found = {"compiled": True, "right": not wrong}
-            return row | found | {"why": f"wrong numbers: {wrong}" if wrong else ""}
+            why = f"wrong numbers: {wrong}" if wrong else ""
+            return row | {"compiled": True, "right": not wrong, "why": why}
         with launching_with(_Launching(device, stage)):
             verdict = run(CASES[name], limits)
     except Untried as error:
