@@ -88,7 +88,7 @@ class DeviceRuns:
     def __init__(self, device: Device) -> None:
         self.kind = device.kind
         self._device = device
-        empty = Job(name="nothing", kernel=nothing, arguments=(1,), options={}, cores=1)
+        empty = Job(name="nothing", kernel=nothing, arguments=(1,), options={}, cores=2)
         self._launch_ns = self._median_ns(empty)
 
     def __call__(self, kernel: Any, *arguments: Any, lnc: int, **options: Any) -> MeasuredRun:

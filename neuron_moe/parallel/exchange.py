@@ -320,8 +320,8 @@ class Crossing:
             return sent
         # Rows are gathered rank after rank, each with its part of every sequence.
         mask = mask.reshape(self._batch_size, len(self._lengths), -1).transpose(0, 1)
-        hidden_TH, *routing = sent.rows
-        index_TK, affinities_TK = drop_padding(*routing, padding_mask=mask)
+        hidden_TH, index_TK, affinities_TK = sent.rows
+        index_TK, affinities_TK = drop_padding(index_TK, affinities_TK, mask)
         return replace(sent, rows=Rows(hidden_TH, index_TK, affinities_TK))
 
     def _is_masked_late(self, mask: Tensor) -> bool:

@@ -4,6 +4,7 @@ Without a GPU, tests/conftest.py chooses the interpreter; a GPU runs the compile
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from itertools import starmap
@@ -233,7 +234,7 @@ def behind_nan(values: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_the_operator_keeps_the_rules_of_torch() -> None:
-
+    importlib.import_module("neuron_moe.backends.cuda.operators")  # registers it
     layer = build("cuda")
     experts = layer.expert_mlps
     weights = experts.weights()

@@ -50,7 +50,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
 # longest prefix counts, so that a file of a folder can stand elsewhere than the folder.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "versions", "device"),
-    ("tuned",),
+    ("tuned", "verdicts"),
     ("spec", "quantize", "blocks"),
     ("passes",),
     ("activations", "choices", "paths", "checkpoint"),

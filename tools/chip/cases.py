@@ -175,3 +175,11 @@ FULL: Final = (
 )
 
 CASES: Final = {case.id: case for case in (*SMALL, *FULL)}
+
+DANGEROUS: Final = (
+    "small/prefill-turned-by-dma",
+    "small/prefill-split-on-H",
+    "full/prefill-turned-by-dma",
+)
+"""Their gathers transpose and skip rows: aws-neuron-sdk #1390, after which a device may not answer.
+"""

@@ -19,6 +19,8 @@ class Job:
         arguments: its arguments by position; arrays are NumPy.
         options: its arguments by name.
         cores: physical cores of the launch.
+        launches: of the kernel in one program; each further one takes what the one before returned
+            as its first argument.
         simulation: how to simulate it where it is simulated; None: for its times alone.
     """
 
@@ -27,7 +29,12 @@ class Job:
     arguments: Sequence[Any]
     options: dict[str, Any]
     cores: int
+    launches: int = 1
     simulation: SimOptions | None = None
+
+
+class Untried(OSError):
+    """This machine lacks something that is needed for asking, so that there is no answer."""
 
 
 class Loaded(Protocol):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from neuron_moe.tools.chip.bugs import BUGS, Buggy
 from neuron_moe.tools.chip.device import Device
 from neuron_moe.tools.chip.stand_in import PREFIX, StandIn
+
+WITH_BUGS: Final = f"{PREFIX}bugs"
+_SEED: Final = 1
 
 
 def find_device(against: str | None) -> Device:
@@ -16,7 +22,27 @@ def find_device(against: str | None) -> Device:
         from neuron_moe.tools.chip.neuron import NeuronDevice
 
         return NeuronDevice()
-    seed = against.removeprefix(PREFIX)
+    bugs = bugs_of(against)
+    seed = str(_SEED) if bugs else against.removeprefix(PREFIX)
     if not against.startswith(PREFIX) or not seed.isdigit():
         raise ValueError(f"--against {against!r}: must be {PREFIX} and a number. Use {PREFIX}1.")
-    return StandIn(int(seed))
+    stand_in = StandIn(int(seed))
+    return Buggy(stand_in, bugs) if bugs else stand_in
+
+
+def bugs_of(against: str) -> tuple[str, ...]:
+    """Return the bugs of a stand-in: all of sim:bugs, of sim:bugs:NAME,NAME those; of others none.
+
+    Raises:
+        ValueError: a bug that there is not.
+    """
+    head, _, names = against.partition(f"{WITH_BUGS}:")
+    if against == WITH_BUGS:
+        return tuple(BUGS)
+    if head or not names:
+        return ()
+    found = tuple(names.split(","))
+    for name in found:
+        if name not in BUGS:
+            raise ValueError(f"--against {against}: {name!r} must be one of {', '.join(BUGS)}.")
+    return found

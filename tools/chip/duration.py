@@ -12,6 +12,7 @@ from typing import Final
 
 from neuron_moe.tools.chip.cases import CASES
 from neuron_moe.tools.chip.held_out import HELD_OUT
+from neuron_moe.tools.chip.open_features.listing import OPEN_FEATURES
 from neuron_moe.tools.chip.probes.listing import PROBES
 from neuron_moe.tools.chip.worker import REPEATS
 
@@ -57,9 +58,18 @@ def _kernels_of(case: str) -> int:
 
 
 def check_sum() -> Sum:
-    """Return what `chip check` does; each process also times an empty kernel."""
-    compiles = sum(_kernels_of(case) + 1 for case in CASES)
-    return Sum(processes=len(CASES), compiles=compiles, launches=compiles * REPEATS)
+    """Return what `chip check --dangerous` does.
+
+    Cases also time an empty kernel; before the first row, and after each, runs one that is known to
+    be good.
+    """
+    timed = sum(_kernels_of(case) + 1 for case in CASES)
+    rows = len(CASES) + len(OPEN_FEATURES)
+    return Sum(
+        processes=2 * rows + 1,
+        compiles=timed + len(OPEN_FEATURES) + rows + 1,
+        launches=timed * REPEATS,
+    )
 
 
 def calibrate_sum() -> Sum:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -89,12 +90,32 @@ def _sdk() -> Fact:
     except metadata.PackageNotFoundError:
         files = []
     if any("isa" in str(file) for file in files):
-        return Fact(name="SDK", is_right=True, text=f"nki {metadata.version('nki')}")
+        return _language(metadata.version("nki"))
     return Fact(
         name="SDK",
         is_right=False,
         text="SDK: no nki with an instruction set is installed. Install it from the Neuron SDK's"
         " package index, in this Python environment.",
+    )
+
+
+def _language(version: str) -> Fact:
+    """Tell whether the kernels here are written for a version of NKI: 0.7, or 0.6 with limits."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers >= (0, 7):
+        return Fact(name="SDK", is_right=True, text=f"nki {version}")
+    if numbers == (0, 6):
+        return Fact(
+            name="SDK",
+            is_right=True,
+            text=f"nki {version}: kernels here are for 0.7 (SDK 2.33). 0.6 parses a subset of"
+            " Python: a row that does not compile may say nothing about the chip, and dynamic loops"
+            " have failed (#1388). Set NKI_COMPILER_FRONTEND=tracer, or install 0.7.",
+        )
+    return Fact(
+        name="SDK",
+        is_right=False,
+        text=f"SDK: nki {version} is older than 0.6. Install 0.7, of the Neuron SDK 2.33.",
     )
 
 
@@ -111,18 +132,18 @@ def _runtime() -> Fact:
 
 
 def _cores(variables: Mapping[str, str]) -> Fact:
-    """Tell whether a logical core is two physical ones, as all kernels here expect."""
-    wrong = [
-        f"{name}={variables[name]}" for name in LNC_VARIABLES if variables.get(name, LNC) != LNC
-    ]
-    if wrong:
-        return Fact(
-            name="LNC",
-            is_right=False,
-            text=f"wrong LNC: {', '.join(wrong)}, but kernels are launched on {LNC} physical cores."
-            f" Set both {' and '.join(LNC_VARIABLES)} to {LNC}, or unset them.",
-        )
-    return Fact(name="LNC", is_right=True, text=f"logical cores of {LNC} physical ones")
+    """Tell what a logical core is here; each job sets it for itself."""
+    named = [f"{name}={variables[name]}" for name in LNC_VARIABLES if name in variables]
+    text = f"{', '.join(named) or 'not set'}; each job sets its own, {LNC} as a rule"
+    return Fact(name="LNC", is_right=True, text=text)
+
+
+def job_variables(cores: int) -> dict[str, str]:
+    """Return the variables that make compiler and runtime take so many cores for a logical one.
+
+    Unset, NKI compiles for 1 and neuronx-cc for 2 (NCC_EVRF066).
+    """
+    return dict.fromkeys(LNC_VARIABLES, str(cores))
 
 
 def versions() -> list[Fact]:

@@ -34,7 +34,8 @@ import nki
 import numpy as np
 
 from neuron_moe.tools.chip.artifacts import ARTIFACTS
-from neuron_moe.tools.chip.device import Job
+from neuron_moe.tools.chip.device import Job, Untried
+from neuron_moe.tools.chip.environment import job_variables
 
 RUNTIME: Final = "nrtpy"
 _MODELS: Final = ("NrtpyModel", "SpikeModel")
@@ -62,12 +63,16 @@ class NeuronDevice:
         self._kept = tempfile.TemporaryDirectory(prefix="neuron-moe-")
         self._number = 0
 
-    def load(self, job: Job) -> LoadedKernel:
+    def load(self, job: Job) -> LoadedKernel | _Launched:
         """Compile a kernel by its first launch, and load what the compiler made.
 
         Raises:
             RuntimeError: the compiler left no NEFF, or one with other inputs.
+            Untried: the job has several launches, and PyTorch does not run on the chip here.
         """
+        os.environ.update(job_variables(job.cores))
+        if job.launches > 1:
+            return _Launched(_in_one_graph(job))
         artifacts = Path(os.environ.get(ARTIFACTS, ""))
         for old in artifacts.glob("*.neff") if artifacts.name else ():
             old.unlink()
@@ -114,6 +119,42 @@ class LoadedKernel:
             inputs=self._inputs, warmup_iter=0, benchmark_iter=1, mode="device"
         )
         return float(found.durations_ms[0]) * 1e6
+
+
+class _Launched:
+    """Launches that are done; a program of several has no time of its own."""
+
+    def __init__(self, outputs: Any) -> None:
+        self._outputs = outputs
+
+    def run(self) -> Any:
+        """Return what they returned."""
+        return self._outputs
+
+    def time_ns(self) -> float:
+        """Refuse."""
+        raise RuntimeError("a program of several launches is not timed")
+
+
+def _in_one_graph(job: Job) -> np.ndarray:
+    """Launch a kernel several times in one program, through PyTorch: a graph ends at mark_step.
+
+    Tried nowhere. The tensors are float32 (torch has no bridge from ml_dtypes).
+    """
+    try:
+        import torch
+        from torch_xla.core import xla_model
+    except ImportError as error:
+        raise Untried(
+            f"{job.name}: {error}; a program of several launches needs torch and torch_xla."
+        ) from None
+    place = xla_model.xla_device()
+    first, *others = (torch.from_numpy(_copy(array)).to(place) for array in job.arguments)
+    for _launch in range(job.launches):
+        first = job.kernel[job.cores](first, *others, **job.options)
+    xla_model.mark_step()
+    found: np.ndarray = first.cpu().numpy()
+    return found
 
 
 def _runtime() -> Any:

@@ -105,7 +105,11 @@ class SimulatedKernel:
     def run(self) -> Any:
         """Simulate it with all checks."""
         job = self.job
-        return nki_sim.run(job.kernel, *job.arguments, lnc=job.cores, **job.options).outputs
+        arguments = tuple(job.arguments)
+        for _launch in range(job.launches):
+            found = nki_sim.run(job.kernel, *arguments, lnc=job.cores, **job.options).outputs
+            arguments = (found, *arguments[1:])
+        return found
 
     def time_ns(self) -> float:
         """Return the time of a launch."""

@@ -1,4 +1,4 @@
-"""One case of `chip check` in a process of its own, so that it can take nothing else down.
+"""One row of `chip check` in a process of its own, so that it can take nothing else down.
 
 Arguments are those of `main`; the row goes to a file, what the compiler says to the process's
 output, which the command keeps. What it is at stands in a second file while it is at it.
@@ -20,25 +20,29 @@ from neuron_moe.tools.check.kernel_cases.adapters import run
 from neuron_moe.tools.check.launcher import Launched, launching_with
 from neuron_moe.tools.check.vendor_cases.case import Limits
 from neuron_moe.tools.chip.cases import CASES
-from neuron_moe.tools.chip.device import Device, Job
+from neuron_moe.tools.chip.device import Device, Job, Loaded, Untried
 from neuron_moe.tools.chip.devices import find_device
+from neuron_moe.tools.chip.environment import LNC
+from neuron_moe.tools.chip.open_features.answers import ask
+from neuron_moe.tools.chip.open_features.listing import ALIVE, OPEN_FEATURES
 from neuron_moe.tools.chip.planted import Planted
 from neuron_moe.tools.chip.probes.dma import nothing
 
 REPEATS: Final = 21
 SIMULATOR: Final = "simulator"
+FEATURES: Final = {feature.name: feature for feature in (ALIVE, *OPEN_FEATURES)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a case; write its row; return 0."""
+    """Run a case or the kernel of an open feature; write its row; return 0."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=list(CASES))
-    parser.add_argument("device", help=f"neuron, sim:SEED or {SIMULATOR}")
+    parser.add_argument("name", choices=[*CASES, *FEATURES])
+    parser.add_argument("device", help=f"neuron, {SIMULATOR}, or what --against takes")
     parser.add_argument("row", type=Path)
     parser.add_argument("--plant", default="")
     options = parser.parse_args(argv)
     stage = Stage(options.row.with_suffix(".stage"))
-    row = _run(options.case, options.device, options.plant, stage)
+    row = _run(options.name, options.device, options.plant, stage)
     options.row.write_text(json.dumps(row))
     return 0
 
@@ -58,7 +62,7 @@ class Stage:
 
 
 def _run(name: str, where: str, plant: str, stage: Stage) -> dict[str, Any]:
-    """Return the row of a case, whatever goes wrong."""
+    """Return the row of a case or feature, whatever goes wrong; right is None if nobody asked."""
     limits = Limits(macs=math.inf, input_bytes=math.inf)
     row: dict[str, Any] = {"compiled": False, "right": False, "us": None, "why": ""}
     try:
@@ -68,8 +72,14 @@ def _run(name: str, where: str, plant: str, stage: Stage) -> dict[str, Any]:
         device: Device = find_device(None if where == "neuron" else where)
         if plant:
             device = Planted(device, plant)
+        if name in FEATURES:
+            wrong = ask(FEATURES[name], _Staged(device, stage))
+            why = f"wrong numbers: {wrong}" if wrong else ""
+            return row | {"compiled": True, "right": not wrong, "why": why}
         with launching_with(_Launching(device, stage)):
             verdict = run(CASES[name], limits)
+    except Untried as error:
+        return row | {"compiled": None, "right": None, "why": f"not tried: {error}"}
     except Exception as error:  # noqa: BLE001  one case must not end the check
         traceback.print_exc(file=sys.stdout)
         return row | {"compiled": stage.compiled, "why": _tell(error, stage)}
@@ -90,23 +100,36 @@ def _tell(error: Exception, stage: Stage) -> str:
     return f"fails while {stage.text}: {type(error).__name__}: {text}"
 
 
+class _Staged:
+    """A device that tells what it is at."""
+
+    def __init__(self, device: Device, stage: Stage) -> None:
+        self._device, self._stage = device, stage
+        self.name, self.kind = device.name, device.kind
+
+    def load(self, job: Job) -> Loaded:
+        """Compile a kernel; what comes next is its run."""
+        self._stage.compiled = False
+        self._stage.tell(f"compiling {job.name}")
+        loaded = self._device.load(job)
+        self._stage.compiled = True
+        self._stage.tell(f"running {job.name}")
+        return loaded
+
+
 class _Launching:
     """Launches the kernels of a case on a device; their times are without the launch."""
 
     def __init__(self, device: Device, stage: Stage) -> None:
-        self._device, self._stage = device, stage
+        self._device, self._stage = _Staged(device, stage), stage
         self._launch_ns: float | None = None
 
     def __call__(self, kernel: Any, *arguments: Any, lnc: int, **options: Any) -> Launched:
         named = {name: value for name, value in options.items() if name != "options"}
         name = getattr(kernel, "__name__", str(kernel))
-        self._stage.compiled = False
-        self._stage.tell(f"compiling {name}")
         loaded = self._device.load(
             Job(name=name, kernel=kernel, arguments=arguments, options=named, cores=lnc)
         )
-        self._stage.compiled = True
-        self._stage.tell(f"running {name}")
         outputs = loaded.run()
         self._stage.tell(f"timing {name}")
         ns = statistics.median(loaded.time_ns() for _repeat in range(REPEATS))
@@ -115,7 +138,7 @@ class _Launching:
     def _launch(self) -> float:
         """Return the time of a kernel that does nothing, once it is known."""
         if self._launch_ns is None:
-            job = Job(name="nothing", kernel=nothing, arguments=(1,), options={}, cores=1)
+            job = Job(name="nothing", kernel=nothing, arguments=(1,), options={}, cores=int(LNC))
             loaded = self._device.load(job)
             self._launch_ns = statistics.median(loaded.time_ns() for _repeat in range(REPEATS))
         return self._launch_ns

@@ -206,7 +206,7 @@ def main() -> int:
     """Answer requests until the input ends: with times where `repeats` is given, else a walk."""
     torch.set_num_threads(1)
     stub = Stub(nki_sim.run)
-    nki_sim.run = stub
+    nki_sim.run = stub  # type: ignore[assignment]
     probes: dict[str, Probe] = {}
     print(json.dumps({"package": str(PACKAGE)}), flush=True)
     for line in sys.stdin:

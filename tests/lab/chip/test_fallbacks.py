@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lab.chip.fallbacks import answer, cost
-from lab.chip.open_features.listing import OPEN_FEATURES, Fallback
 from neuron_moe.tools.chip.device import Job
+from neuron_moe.tools.chip.open_features.listing import OPEN_FEATURES, Fallback
 from neuron_moe.tools.chip.planted import Planted
 from neuron_moe.tools.chip.stand_in import StandIn
 

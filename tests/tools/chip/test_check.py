@@ -1,8 +1,9 @@
-"""chip check: planted failures cost one row each, what is known is kept, machines in words."""
+"""chip check: failures cost one row each, what is known is kept, machines and verdicts in words."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import nki_sim
 from lab.chip.fallbacks import with_changes
 from neuron_moe.tools.check.launcher import simulate
 from neuron_moe.tools.chip import check, worker
-from neuron_moe.tools.chip.cases import CASES, FULL, SMALL
+from neuron_moe.tools.chip.cases import CASES, DANGEROUS, FULL, SMALL
 from neuron_moe.tools.chip.duration import _kernels_of, calibrate_sum, check_sum
-from neuron_moe.tools.chip.environment import read_environment
+from neuron_moe.tools.chip.environment import _language, read_environment
 from neuron_moe.tools.chip.held_out import jobs_of
+from neuron_moe.tools.chip.open_features.listing import ALIVE, OPEN_FEATURES
 from neuron_moe.tools.chip.planted import PLANTS
 from neuron_moe.tools.chip.stand_in import TIMES_ONLY, timed
+from neuron_moe.verdicts import verdicts
 from nki_sim import UnknownValue
 
 INDEX = "small/index"
@@ -55,12 +58,13 @@ def test_a_planted_failure_is_one_row_and_a_sentence(
 
 
 def test_a_process_that_hangs_is_ended_with_all_it_started() -> None:
-    status, _ = check._run(["sh", "-c", "sleep 60 & wait"], 1.0)
+    status, _ = check._run(["sh", "-c", "sleep 60 & wait"], 1.0, os.environ)
     assert status is None
 
 
 def test_a_process_that_crashes_has_its_signal_and_last_words() -> None:
-    status, output = check._run([sys.executable, "-c", "print('so'); import os; os.abort()"], 30.0)
+    words = [sys.executable, "-c", "print('so'); import os; os.abort()"]
+    status, output = check._run(words, 30.0, os.environ)
     assert status == -6
     assert "so" in output
 
@@ -71,7 +75,8 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
 
     def answer(options: Any, case: str, where: str, plant: str) -> dict[str, Any]:
-        asked.append(f"{where} {case}")
+        if case != ALIVE.name:
+            asked.append(f"{where} {case}")
         is_right = not plant
         return {"compiled": True, "right": is_right, "us": 20.0, "why": plant}
 
@@ -90,10 +95,13 @@ def _check(tmp_path: Path, *argv: str) -> tuple[int, dict[str, Any]]:
 def test_one_failure_leaves_the_other_rows(tmp_path: Path, fake_worker: list[str]) -> None:
     argv = ["--against", "sim:1", "--only", "small", "--plant", f"hang:{INDEX}"]
     status, found = _check(tmp_path, *argv)
-    rows = {row["case"]: row for row in found["rows"]}
+    rows = {row["name"]: row["outcome"] for row in found["rows"]}
     assert status == 1
     assert set(rows) == {case.id for case in SMALL}
-    assert [name for name, row in rows.items() if not row["right"]] == [INDEX]
+    assert [name for name, outcome in rows.items() if outcome == "fails"] == [INDEX]
+    assert {name for name, outcome in rows.items() if outcome == "not tried"} == {
+        name for name in DANGEROUS if name in rows
+    }
 
 
 def test_the_same_command_goes_on_with_what_is_not_right(
@@ -104,7 +112,7 @@ def test_the_same_command_goes_on_with_what_is_not_right(
     fake_worker.clear()
     status, found = _check(tmp_path, *argv)
     assert status == 0
-    assert fake_worker == ["sim:1 small/decode", "simulator small/decode"]
+    assert fake_worker == ["simulator small/decode", "sim:1 small/decode"]
     assert all(row["ratio"] == 1.0 for row in found["rows"])
     fake_worker.clear()
     _check(tmp_path, *argv, "--again")
@@ -114,14 +122,13 @@ def test_the_same_command_goes_on_with_what_is_not_right(
 def test_without_a_device_the_simulated_times_are_told(
     tmp_path: Path, fake_worker: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--against", "sim:1", "--match", INDEX, "--plant", "no-device", "--plant", "wrong-lnc"]
+    argv = ["--against", "sim:1", "--match", INDEX, "--plant", "no-device"]
     status, found = _check(tmp_path, *argv)
     (row,) = found["rows"]
     assert status == 1
     assert (row["simulated_us"], row["us"], row["why"]) == (20.0, None, "not tried: see FAIL above")
-    printed = capsys.readouterr().out
-    assert "FAIL  device: no device" in printed
-    assert "FAIL  LNC: wrong LNC: NEURON_LOGICAL_NC_CONFIG=1" in printed
+    assert row["outcome"] == "not tried"
+    assert "FAIL  device: no device" in capsys.readouterr().out
 
 
 def test_a_machine_is_told_in_words(tmp_path: Path) -> None:
@@ -135,8 +142,29 @@ def test_a_machine_is_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "sys/module/neuron/version").write_text("2.24\n")
     (tmp_path / "sys/devices/virtual/dmi/id/product_name").write_text("trn2.3xlarge\n")
     facts = {fact.name: fact for fact in read_environment(tmp_path, {})}
+    assert "NEURON_LOGICAL_NC_CONFIG=1" in read_lnc({"NEURON_LOGICAL_NC_CONFIG": "1"})
     assert facts["device"].text == "trn2.3xlarge: neuron0"
     assert facts["driver"].text == "neuron 2.24"
+
+
+def read_lnc(variables: dict[str, str]) -> str:
+    return next(fact.text for fact in read_environment(ROOT, variables) if fact.name == "LNC")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_right", "words"),
+    [
+        ("0.7.0+g1", True, "nki 0.7.0+g1"),
+        ("0.6.0+31049", True, "0.6 parses a subset of Python"),
+        ("0.10.1", True, "nki 0.10.1"),
+        ("1.0", True, "nki 1.0"),
+        ("0.5.2", False, "older than 0.6. Install 0.7"),
+    ],
+)
+def test_the_language_is_told_with_its_limits(version: str, is_right: bool, words: str) -> None:
+    fact = _language(version)
+    assert fact.is_right == is_right
+    assert words in fact.text
 
 
 @pytest.mark.parametrize("plant", ["hang", "hang:none", "no-device:small/index", "fire"])
@@ -176,8 +204,46 @@ def test_a_launch_that_routes_is_timed() -> None:
     assert timed(job).total_us > 0
 
 
-def test_cases_have_names_of_their_own() -> None:
-    assert len(CASES) == len(SMALL) + len(FULL)
+def test_rows_have_names_of_their_own_and_dangers_come_last() -> None:
+    names = check.in_order()
+    assert len(set(names)) == len(names) == len(SMALL) + len(FULL) + len(OPEN_FEATURES)
+    dangers = [bool(check.danger(name)) for name in names]
+    assert dangers == sorted(dangers)
+    assert sum(dangers) == len(DANGEROUS) + 2
+    assert names[0] == OPEN_FEATURES[0].name
+
+
+def test_what_is_dangerous_runs_only_if_asked_for_and_is_no_failure(
+    tmp_path: Path, fake_worker: list[str]
+) -> None:
+    argv = ["--against", "sim:1", "--only", "probes", "--match", "transpose"]
+    status, found = _check(tmp_path, *argv)
+    outcomes = [row["outcome"] for row in found["rows"]]
+    assert (status, outcomes) == (0, ["works", "not tried", "not tried"])
+    assert "Run it with --dangerous" in found["rows"][-1]["why"]
+    status, found = _check(tmp_path, *argv, "--dangerous")
+    assert (status, [row["outcome"] for row in found["rows"]]) == (0, ["works"] * 3)
+    # What is known is told without the flag as well.
+    _, found = _check(tmp_path, *argv)
+    assert [row["outcome"] for row in found["rows"]] == ["works"] * 3
+
+
+def test_verdicts_are_of_all_features_and_their_place_is_told(
+    tmp_path: Path, fake_worker: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--against", "sim:1", "--only", "probes", "--match"]
+    _check(tmp_path, *argv, "skipped rows")
+    _check(tmp_path, *argv, "loops in", "--plant", "wrong:loops in a row")
+    place = tmp_path / "state" / "verdicts.json"
+    assert f"verdicts: {place}" in capsys.readouterr().out
+    found = verdicts(place)
+    assert set(found) == {feature.name for feature in OPEN_FEATURES}
+    assert found["skipped rows"] == "works"
+    assert found["loops in a row"] == "fails"
+    assert found["skipped stores"] == "not tried"
+    _check(tmp_path, *argv, "loops in", "--verdicts", str(tmp_path / "other.json"))
+    assert verdicts(tmp_path / "other.json")["loops in a row"] == "works"
+    assert verdicts(place) == found
 
 
 @pytest.mark.slow

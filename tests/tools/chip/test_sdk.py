@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import nki_kernels  # noqa: F401  its import lets the simulator answer to `nki`
+from neuron_moe.tools.chip import neuron, worker
 from neuron_moe.tools.chip.check import _START
+from neuron_moe.tools.chip.device import Job
 
 STUB = Path(__file__).parent / "sdk_stub"
 ROOT = Path(__file__).parents[3]
@@ -52,13 +57,70 @@ def test_a_kernel_is_compiled_once_then_loaded_and_timed_by_the_device(tmp_path:
     assert [one["step"] for one in mine[:3]] == ["compile", "execute", "load"]
     assert {one["step"] for one in mine[3:]} == {"benchmark"}
     assert {one["mode"] for one in mine[3:]} == {"device"}
-    assert mine[0]["lnc"] == 2
+    assert (mine[0]["lnc"], mine[0]["variable"]) == (2, "2")
     assert [one["name"] for one in notes if one["step"] == "copy"] == ["index_TK"]
     # Two kernels: the case's and the empty one, whose time is that of a launch.
     assert [one["kernel"] for one in notes if one["step"] == "compile"] == [
         "index_blocks",
         "nothing",
     ]
+
+
+class Lazy:
+    """A kernel that notes its launches; `[cores]` gives itself."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def __getitem__(self, cores: int) -> Lazy:
+        self._notes.append(f"LNC {cores}")
+        return self
+
+    def __call__(self, x: Any) -> Any:
+        self._notes.append("launch")
+        return x + 1
+
+
+def test_two_launches_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    model = types.ModuleType("torch_xla.core.xla_model")
+    model.xla_device = lambda: "cpu"  # type: ignore[attr-defined]
+    model.mark_step = lambda: notes.append("end of graph")  # type: ignore[attr-defined]
+    core = types.ModuleType("torch_xla.core")
+    core.xla_model = model  # type: ignore[attr-defined]
+    for name, module in (("torch_xla", types.ModuleType("torch_xla")), ("torch_xla.core", core)):
+        monkeypatch.setitem(sys.modules, name, module)
+    x = np.zeros((2, 3), np.float32)
+    job = Job(name="", kernel=Lazy(notes), arguments=(x,), options={}, cores=2, launches=2)
+    assert (neuron._in_one_graph(job) == 2).all()
+    assert notes == ["LNC 2", "launch"] * 2 + ["end of graph"]
+    assert (x == 0).all()
+
+
+def test_without_torch_xla_two_launches_have_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chip:
+        name, kind = "neuron", "measured"
+        load = staticmethod(neuron._in_one_graph)
+
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    monkeypatch.setattr(worker, "find_device", lambda against: Chip())
+    feature = "two launches in a program"
+    row = worker._run(feature, "neuron", "", worker.Stage(tmp_path / "row.stage"))
+    assert (row["compiled"], row["right"]) == (None, None)
+    assert row["why"].startswith(f"not tried: {feature}: ")
+    assert row["why"].endswith("needs torch and torch_xla.")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("feature", "cores"), [("skipped rows", 2), ("launches on one core", 1)])
+def test_a_probe_runs_on_the_cores_it_is_for(feature: str, cores: int, tmp_path: Path) -> None:
+    path = tmp_path / "row.json"
+    _, notes = run(tmp_path, "-c", _START.format(force=False), feature, "neuron", str(path))
+    assert json.loads(path.read_text())["right"]
+    (compiled,) = [one for one in notes if one["step"] == "compile"]
+    assert (compiled["lnc"], compiled["variable"]) == (cores, str(cores))
 
 
 FAILURES = {

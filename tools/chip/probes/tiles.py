@@ -16,8 +16,8 @@ def filled(columns: int, dtype: Any, value: float = 1.0, rows: int = 128) -> nl.
 
 
 def stored(tile: nl.NkiTensor) -> nl.NkiTensor:
-    """Store the first column of a tile as the kernel's result."""
+    """Store the first column of a tile as the kernel's result, [cores, rows, 1]."""
     rows = tile.shape[0]
-    result = nl.ndarray((rows, 1), dtype=tile.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=result, src=tile[0:rows, 0:1], dge_mode=nisa.dge_mode.none)
+    result = nl.ndarray((nl.num_programs(0), rows, 1), dtype=tile.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=result[nl.program_id(0)], src=tile[0:rows, 0:1], dge_mode=nisa.dge_mode.none)
     return result

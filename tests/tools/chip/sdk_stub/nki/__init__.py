@@ -55,7 +55,8 @@ class StubKernel:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if running() is not None:
             return self.func(*arguments, **options)
-        note("compile", kernel=self.__name__, lnc=self._lnc)
+        variable = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+        note("compile", kernel=self.__name__, lnc=self._lnc, variable=variable)
         run = nki_sim.run(
             nki_sim.jit(self.func), *arguments, lnc=self._lnc, options=_LIKE_A_CHIP, **options
         )
