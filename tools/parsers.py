@@ -123,7 +123,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
         """Add --features, a word of `Tuning.features`."""
-        self.add_argument("--features", choices=("open", "safe"), default="open", help=told)
+        self.more.add_argument("--features", choices=("open", "safe"), default="open", help=told)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""

@@ -138,6 +138,11 @@ class Views:
             tuple(self.shape[d] for d in order), tuple(self.strides[d] for d in order), self.offset
         )
 
+    def _check_not_empty(self, call: str) -> None:
+        """Refuse to lay out anew what has no elements; instructions take it and do nothing."""
+        if not self.size:
+            raise LanguageError(self.label(), f"elements to {call}", f"shape {self.shape}")
+
     def _check_offset(self, index: Any) -> None:
         """Refuse a scalar of 64 bits as an offset on chip."""
         if self.on_chip and isinstance(index, NkiScalar) and index.dtype == int64:
@@ -188,6 +193,7 @@ class Views:
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> Self:
         """Return the view with axis `dim` split into `shape`, one of which may be -1."""
+        self._check_not_empty("reshape_dim")
         dim = self._axis(dim)
         self._keep_partition("reshape_dim", dim != 0)
         parts = list(shape)
@@ -216,6 +222,7 @@ class Views:
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> Self:
         """Return the view with axes `start_dim` to `end_dim` (inclusive) joined."""
+        self._check_not_empty("flatten_dims")
         start_dim, end_dim = self._axis(start_dim), self._axis(end_dim)
         self._keep_partition("flatten_dims", start_dim > 0 or start_dim == end_dim)
         joined = join_axes(
@@ -235,6 +242,7 @@ class Views:
 
     def reshape(self, shape: Sequence[int]) -> Self:
         """Return the view with another shape of as many elements; the layout must allow it."""
+        self._check_not_empty("reshape")
         new_shape = list(shape)
         if -1 in new_shape:
             known = 1
@@ -260,6 +268,7 @@ class Views:
         self, src_pattern: Sequence[Any], dst_pattern: Sequence[Any], fixed_sizes: Any = None
     ) -> Self:
         """Return the view rearranged: names and tuples of names, as in einops."""
+        self._check_not_empty("rearrange")
         sizes: dict[str, int] = dict(fixed_sizes or {})
         view = self
         names: list[str] = []
@@ -361,6 +370,7 @@ class Views:
             LanguageError: both kinds of dynamic offset, or in HBM an explicit offset on a view
                 that already has one (the guides contradict each other there).
         """
+        self._check_not_empty("ap")
         view_dtype = self.dtype if dtype is None else as_dtype(dtype)
         shape = tuple([int(pair[1]) for pair in pattern])
         strides = tuple([int(pair[0]) for pair in pattern])
@@ -415,6 +425,7 @@ class Views:
 
     def view(self, dtype: Any) -> Self:
         """Return the same bytes as elements of another type; the last axis scales."""
+        self._check_not_empty("view")
         target = as_dtype(dtype)
         old, new = self.dtype.itemsize, target.itemsize
         if old == new:
