@@ -18,6 +18,13 @@ def is_traced(x: Tensor) -> bool:
     return is_lazy and not torch.compiler.is_compiling()
 
 
+def is_exporting() -> bool:
+    """Say whether torch.export captures; the public question is answered with yes inside
+    torch.compile, too, by torch 2.11.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def has_numbers(x: Tensor) -> bool:
     """Say whether a tensor has numbers in this process now."""
     return not (x.is_meta or is_traced(x))

@@ -25,7 +25,7 @@ from neuron_moe.choices import (
     fits_capacity,
     from_dense,
 )
-from neuron_moe.device import is_traced
+from neuron_moe.device import is_exporting, is_traced
 from neuron_moe.errors import check_instance, check_positive_int
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import PhaseShards
@@ -490,7 +490,7 @@ class RoutedExperts(nn.Module):
         not.
         """
         is_left_out = self._counts_training_alone and not self.training
-        is_left_out = is_left_out or torch.compiler.is_exporting() or is_traced(index_TK)
+        is_left_out = is_left_out or is_exporting() or is_traced(index_TK)
         if self.expert_load_E is None or is_left_out:
             return
         count_load(self.expert_load_E, index_TK)
