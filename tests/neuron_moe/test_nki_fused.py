@@ -168,6 +168,7 @@ def test_a_layer_that_ran_can_be_pickled_and_copied() -> None:
             assert torch.equal(again(hidden).output, wanted)
 
 
+@pytest.mark.long
 def test_a_layer_without_numbers_is_explained() -> None:
     nki, *_ = layers("qwen3-next")
     told = nki.to("meta").explain("decode", 4)

@@ -100,6 +100,7 @@ def test_both_halves_know_the_same_cases() -> None:
     assert set(host.TARGETS_MS) <= set(host.CASES)
 
 
+@pytest.mark.long
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no neuron_moe/__init__.py in it"):
         host.main(["--before", str(tmp_path)])

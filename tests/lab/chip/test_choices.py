@@ -60,6 +60,7 @@ def test_the_prefill_plan_is_that_of_the_chip_in_force() -> None:
         assert _scout().estimated_us > usual.estimated_us
 
 
+@pytest.mark.long
 def test_the_estimate_follows_every_coefficient_of_the_chip_in_force() -> None:
     usual = _scout()
     with using(SLOW_STORES):  # of a coefficient that only the stages of a trip read
@@ -78,6 +79,7 @@ def test_a_file_of_measured_coefficients_changes_the_choice(
     assert _mode() == "all"
 
 
+@pytest.mark.long
 def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     scout = next(model for model in MODELS if model.name == "llama4-scout")
     monkeypatch.setattr(choices, "MODELS", (scout,))
