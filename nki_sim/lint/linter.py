@@ -509,6 +509,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dialect", choices=DIALECTS, default="0.7")
     parser.add_argument("--everything", action="store_true", help="check host functions too")
     arguments = parser.parse_args(argv)
+    for path in arguments.files:
+        if not path.is_file():
+            parser.error(f"{path}: no such file. Name Python files with kernels")
     findings = [
         finding
         for path in arguments.files

@@ -29,7 +29,12 @@ def build(case: Case, backend: str, dtype: torch.dtype, word: str) -> MoE:
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES[:6], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[6:])]
+    "name",
+    [
+        *NAMES[:6],
+        *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[6:16]),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[16:]),
+    ],
 )
 @torch.no_grad()
 def test_layers_compute_the_same(name: str) -> None:

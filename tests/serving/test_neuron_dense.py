@@ -110,7 +110,7 @@ def test_ranks_give_the_same_tokens(name: str, layout: tuple[int, int], folder_o
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [TINY_NAME, "qwen3_moe", "llama4-maverick"])
 def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of: Folders) -> None:
     folder = folder_of(name)
