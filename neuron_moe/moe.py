@@ -383,7 +383,7 @@ class MoE(nn.Module):
             ),
             (self.shuffle is not None, "tokens are shuffled between ranks"),
             (
-                shared is not None and is_traced(shared.down_proj.weight),
+                shared is not None and is_traced(experts.mlp_op.down_proj.weight),
                 "shared experts would be laid out anew in every step of the traced graph",
             ),
             (experts.placement is not None, "experts are placed or replicated by load"),
