@@ -437,14 +437,13 @@ class RoutedExperts(nn.Module):
             [N, H], a partial sum over this rank's experts and slices.
         """
         self.check_mode()
-        inputs = (hidden_TH, affinities_TK)
+        stored = self.mlp_op if plan is None else self._experts_of(plan.step.phase)
+        tie = partial(_tied, inputs=(hidden_TH, affinities_TK), experts=stored)
         if plan is None or hidden_TH.shape[0] == 0:
-            stored = self.mlp_op if plan is None else self._experts_of(plan.step.phase)
-            return _tied(torch.zeros_like(hidden_TH), *inputs, *stored.parameters())
+            return tie(torch.zeros_like(hidden_TH))
         routing = self._localize(index_TK, affinities_TK, plan.step.phase)
         output_NH = plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
-        output_NH = refuse_gradient(output_NH, plan.parts.weights)
-        return _tied(output_NH, *inputs, *self._experts_of(plan.step.phase).parameters())
+        return tie(refuse_gradient(output_NH, plan.parts.weights))
 
     def check_mode(self) -> None:
         """Raise ValueError in training with a backend that has no gradient."""
@@ -489,14 +488,14 @@ class RoutedExperts(nn.Module):
         """Count the tokens of each expert, if counters are enabled; exported and traced graphs do
         not.
         """
-        is_left_out = self._counts_training_alone and not self.training
-        is_left_out = is_left_out or is_exporting() or is_traced(index_TK)
-        if self.expert_load_E is None or is_left_out:
+        if self.expert_load_E is None or is_exporting() or is_traced(index_TK):
+            return
+        if self._counts_training_alone and not self.training:
             return
         count_load(self.expert_load_E, index_TK)
 
 
-def _tied(output_NH: Tensor, *inputs: Tensor) -> Tensor:
+def _tied(output_NH: Tensor, inputs: tuple[Tensor, ...], experts: nn.Module) -> Tensor:
     """Return an output that has a gradient, zero at least, if inputs or weights have one.
 
     A rank whose experts nobody chose takes part in the collectives of the way back like any other,
@@ -504,7 +503,7 @@ def _tied(output_NH: Tensor, *inputs: Tensor) -> Tensor:
     """
     if output_NH.requires_grad or not torch.is_grad_enabled():
         return output_NH
-    for each in inputs:
+    for each in (*inputs, *experts.parameters()):
         if each.requires_grad:
             output_NH = output_NH + each[:0].sum().to(output_NH.dtype)
     return output_NH

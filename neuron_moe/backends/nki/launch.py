@@ -117,15 +117,14 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
         ValueError: tensors on a device although only the simulator is there.
     """
     is_captured = torch.compiler.is_compiling()
+    is_fake = IS_SIMULATED and any(x is not None and is_traced(x) for x in step.values())
+    if not (is_captured or is_fake):
+        return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
+    arguments = _filled(launch.captured, step)
     if is_captured and launch.name in _LOWERED:
-        arguments = _filled(launch.captured, step)
         found = _LOWERED[launch.name][(launch.num_cores,)](**arguments)
         return found if isinstance(found, tuple) else (found,)
-    is_fake = IS_SIMULATED and any(x is not None and is_traced(x) for x in step.values())
-    if is_captured or is_fake:
-        arguments = _filled(launch.captured, step)
-        return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
-    return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
+    return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
 
 
 def _filled(
