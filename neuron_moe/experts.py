@@ -134,6 +134,11 @@ class RoutedExperts(nn.Module):
         return self.shards.prefill
 
     @property
+    def is_traced(self) -> bool:
+        """Whether one process stands for all ranks."""
+        return any(groups.is_traced for groups in self.groups.values())
+
+    @property
     def num_local_experts(self) -> int:
         """Experts of this rank in prefill, replicas counted."""
         return self.num_physical // self.shards.prefill.ep_size

@@ -121,6 +121,11 @@ class Parser(argparse.ArgumentParser):
         told = f"end with one line of JSON, or write it to a file{more}"
         self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=told)
 
+    def add_args_option(self) -> None:
+        """Add --args, what a kernel of the user's is called with; read by `nki_sim.own_kernel`."""
+        told = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
+        self.add_argument("--args", nargs="*", default=[], metavar="A", help=told)
+
     def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
         """Add --features, a word of `Tuning.features`."""
         self.more.add_argument("--features", choices=("open", "safe"), default="open", help=told)

@@ -123,7 +123,7 @@ class ExpertMLPsV2(RoutedExperts):
             device=device,
             init_methods=(config.input_layer_init_method, config.output_layer_init_method),
         )
-        if self._is_traced:
+        if self.is_traced:
             _refuse_untraceable(self)
         self.config = config
         self.routed_experts_mlp_config = config
@@ -182,11 +182,6 @@ class ExpertMLPsV2(RoutedExperts):
             if isinstance(getattr(self, name, None), SPMDRank):
                 model_state_dict.update(self._places_of_all(phase, f"{prefix}{name}."))
 
-    @property
-    def _is_traced(self) -> bool:
-        """Whether one process stands for all ranks."""
-        return any(groups.is_traced for groups in self.groups.values())
-
     def first_expert(self, phase: str) -> int | Tensor:
         """Return the number of this rank's first expert; as data where one graph serves all
         ranks.
@@ -232,7 +227,7 @@ class ExpertMLPsV2(RoutedExperts):
         is_split = self.shards.of(phase).ep_size > 1
         experts = [*self.local_experts(phase)] if is_split else None
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return SPMDRank(rank, _world_size(), experts, is_open=self._is_traced)
+        return SPMDRank(rank, _world_size(), experts, is_open=self.is_traced)
 
     def _places_of_all(self, phase: str, prefix: str) -> dict[str, Tensor]:
         """Return the parameters of SPMDRank of all ranks, a row each."""

@@ -192,11 +192,10 @@ def _refuse_keys(options: LayerOptions, router: Router, experts: RoutedExperts) 
     graph for all ranks cannot do.
     """
     is_parallel = options.is_sequence_parallel
-    is_traced = any(groups.is_traced for groups in experts.groups.values())
     refuse(
         [
             (
-                is_traced and is_parallel and experts.spec.capacity_factor is not None,
+                experts.is_traced and is_parallel and experts.spec.capacity_factor is not None,
                 f"capacity_factor={experts.spec.capacity_factor} with sequence parallelism: one"
                 " graph for all ranks cannot say which tokens of a sequence a rank has, which"
                 " decides whom an expert takes. Leave it None.",

@@ -17,26 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from neuron_moe.models.loader import load_model
 from tests.models.families import FAMILIES, write_checkpoint
+from tests.models.odd_configs import GPT_OSS
 
 IDS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 ABSENT = object()
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 CONFIGS = {"gpt_oss": GPT_OSS} | {
     name: family.config()
     for name, family in FAMILIES.items()

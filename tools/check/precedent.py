@@ -93,13 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("check precedent", __doc__)
     parser.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of yours; default: ours")
-    parser.add_argument(
-        "--args",
-        nargs="*",
-        default=[],
-        metavar="A",
-        help="of the kernel: [NAME=]128x512:float32, FILE.npy, or a value",
-    )
+    parser.add_args_option()
     parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of its launch")
     parser.add_features_option("what plans of our kernels may use (default: open)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")

@@ -170,13 +170,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of your own")
     what.add_argument("--model", metavar="M", help="a layer of a model, by name or path")
-    parser.add_argument(
-        "--args",
-        nargs="*",
-        default=[],
-        metavar="A",
-        help="of the kernel: [NAME=]128x512:float32, FILE.npy, or a value",
-    )
+    parser.add_args_option()
     parser.add_argument("--phase", choices=PHASES, default="prefill", help="default: prefill")
     parser.add_argument("--tokens", type=int, metavar="T", help="of the layer's step")
     parser.add_argument(
