@@ -132,22 +132,30 @@ def build_feed_forward(
     )
 
 
-def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[str]) -> WeightMap:
+def biased_routing_map(
+    config: BiasedRoutingConfig,
+    attention_names: Iterable[str],
+    sparse_rules: Callable[[str], list[Rule]] | None = None,
+    ignored: Sequence[str] = (FREQUENCIES,),
+) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused.
 
     Args:
         config: of the checkpoint.
         attention_names: what follows `layers.N.` in the names of the attention's tensors.
+        sparse_rules: those of a layer with experts; default: under DeepSeek-V3's names.
+        ignored: patterns of tensors that are left out.
     """
+    of_sparse = sparse_rules or _sparse_rules
     rules = decoder_rules(attention_names)
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    blocks = prediction_blocks(rules, _sparse_rules, config.prediction_layers)
+    blocks = prediction_blocks(rules, of_sparse, config.prediction_layers)
     for layer in sparse:
-        rules += _sparse_rules(layer)
+        rules += of_sparse(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, [FREQUENCIES], blocks, is_tied=config.tie_word_embeddings)
+    return decoder_map(rules, sizes, ignored, blocks, is_tied=config.tie_word_embeddings)
 
 
 def _sparse_rules(layer: str) -> list[Rule]:

@@ -15,8 +15,8 @@ from neuron_moe import MoE
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
+    biased_routing_map,
     build_feed_forward,
-    prediction_blocks,
 )
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
@@ -24,14 +24,11 @@ from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
-    decoder_map,
-    decoder_rules,
     either,
     expert_rules,
     fused_expert_rules,
     mlp_rules,
     projection_names,
-    split_layers,
 )
 
 ROPE_THETA = 11158840.0  # where config.json does not say
@@ -104,15 +101,8 @@ class Model(DecoderModel):
 def weight_map(config: HYV3Config) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     names = projection_names(has_bias=config.attention_bias)
-    rules = decoder_rules([*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"])
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    blocks = prediction_blocks(rules, _sparse_rules, config.prediction_layers)
-    for layer in sparse:
-        rules += _sparse_rules(layer)
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, blocks=blocks, is_tied=config.tie_word_embeddings)
+    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    return biased_routing_map(config, names, _sparse_rules, ignored=())
 
 
 def _sparse_rules(layer: str) -> list[Rule]:

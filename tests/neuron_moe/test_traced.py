@@ -4,13 +4,10 @@ Fake tensors stand for those of torch_xla: operations on them are recorded, and 
 one raises. tests/nxd/traced.py does the same inside NxD's own tracer.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuron_moe.backends.nki.layer import _pack_router
 from neuron_moe.device import can_look, has_numbers, is_traced
@@ -27,35 +24,19 @@ from neuron_moe.spec import (
 )
 from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.decode import pack_router_weight
+from tests.recorded import Kernels
 
 E, K, H, I = 8, 2, 256, 128  # noqa: E741  the axis letters
 
 
-class Kernels(TorchDispatchMode):
-    """Notes the kernels that a traced call records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "neuron_moe":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
-def make_layer(
-    backend: str, *, is_shared: bool = False, has_norm: bool = False, **keys: Any
-) -> MoE:
+def make_layer(backend: str, *, is_shared: bool = False, has_norm: bool = False) -> MoE:
     torch.manual_seed(0)
     spec = ExpertSpec(
         num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, formula=ExpertFormula("silu")
     )
     layer = MoE(
         Router(RouterSpec(num_experts=E, hidden_size=H, formula=RouterFormula(top_k=K))),
-        RoutedExperts(spec, backend=backend, **keys),
+        RoutedExperts(spec, backend=backend),
         SharedExperts(SharedSpec(hidden_size=H, intermediate_size=I, activation="silu"))
         if is_shared
         else None,

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.nxd.models import CLASSES, EXTRA, MODELS, write_checkpoint
 from tests.nxd.stand_ins import install as install_stand_ins
 from tests.nxd.traced import Wire
+from tests.recorded import Kernels
 
 RANKS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,26 +39,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 LENGTH = 256
-
-
-class Kernels(TorchDispatchMode):
-    """Notes the kernels of this project that are called.
-
-    Attributes:
-        names: of the kernels, in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Note a kernel, and go on."""
-        if func.namespace == "neuron_moe":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 class Tracer:
@@ -172,11 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     import torch_neuronx.xla_impl.trace as place
-    import torch_xla.core.xla_model as xm
 
     wire = Wire()
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        setattr(xm, name, getattr(wire, name))
+    wire.install()
     import neuronx_distributed.trace.model_builder  # noqa: F401
 
     from neuron_moe import nxd_compat

@@ -61,6 +61,13 @@ class Wire:
         self.is_dry = False
         self.groups: dict[str, Any] = {}
 
+    def install(self) -> None:
+        """Take the place of torch_xla's functions."""
+        import torch_xla.core.xla_model as xm
+
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            setattr(xm, name, getattr(self, name))
+
     def _group(self, mesh: list[list[int]]) -> Any:
         key = json.dumps(mesh)
         if key not in self.groups:
@@ -142,10 +149,7 @@ def load_nxd() -> tuple[types.SimpleNamespace, Wire]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     wire = Wire()
-    import torch_xla.core.xla_model as xm
-
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        setattr(xm, name, getattr(wire, name))
+    wire.install()
     from neuronx_distributed.modules.moe import (
         expert_mlps_v2,
         model,
