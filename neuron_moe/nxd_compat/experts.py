@@ -123,9 +123,10 @@ class ExpertMLPsV2(RoutedExperts):
             device=device,
             init_methods=(config.input_layer_init_method, config.output_layer_init_method),
         )
-        if self.is_traced:
-            _refuse_untraceable(self)
         self.config = config
+        if self.is_traced:
+            self.check_even()  # else replicas would fill up, a placement that nobody asked for
+            _refuse_untraceable(self)
         self.routed_experts_mlp_config = config
         self.blockwise_matmul_config = tuning
         self.sequence_parallel_enabled = sequence_parallel_enabled
