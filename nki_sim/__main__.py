@@ -100,7 +100,8 @@ def _run(args: argparse.Namespace) -> int:
         shown = np.array2string(value, threshold=16, precision=5)
         sys.stdout.write(f"{name} {list(value.shape)} {value.dtype}\n{shown}\n")
     for finding in run.findings:
-        place = f"{finding.location}: " if finding.location else ""
+        told = not finding.location or finding.text.startswith(finding.location)
+        place = "" if told else f"{finding.location}: "
         sys.stdout.write(f"{place}finding {finding.kind}: {finding.text}\n")
     if args.save is not None:
         np.savez(args.save, allow_pickle=False, **outputs)
