@@ -1,4 +1,4 @@
-"""Kernels of public repositories on the simulator; tests/nki_sim/strangers.json says how each ended.
+"""Kernels of public repositories on the simulator; tests/nki_sim/strangers.json has the outcomes.
 
     python -m lab.bench.strangers --checkouts ~/src          # all of them in ~/src, by name
     python -m lab.bench.strangers --checkouts ~/src --write  # keep what came out
