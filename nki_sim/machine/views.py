@@ -404,8 +404,6 @@ class Views:
         if self._dynamic is not None:
             raise LanguageError(self.label(), "a static tensor", ".ap on a dynamic view")
         view = self._derive(shape, strides, start, view_dtype)
-        self._check_offset(scalar_offset)
-        self._check_offset(vector_offset)
         if scalar_offset is None and vector_offset is None:
             return view
         if scalar_offset is not None and vector_offset is not None:
@@ -429,6 +427,7 @@ class Views:
             )
         if kind == "scalar" and self.on_chip and indirect_dim == 0:
             raise LanguageError(self.label(), "indirect_dim >= 1 on chip", "0")
+        self._check_offset(index)
         view._dynamic = Dynamic(kind, index, multiplier, 0, start, self.size)
         return view
 
