@@ -30,6 +30,7 @@ RECORDS = sorted(ADR.glob("[0-9]*.md"))
 DOCUMENTS = [
     *sorted(ROOT.joinpath("docs").glob("*.md")),
     *sorted(ADR.glob("*.md")),
+    ROOT / "docs" / "results" / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "README.md",
 ]

@@ -1,4 +1,4 @@
-"""Tables of our own kernels in docs/benchmarks.md."""
+"""Tables of our own kernels in docs/results/README.md."""
 
 from tests.repo.published.results import MODELS, Row, rows, table
 

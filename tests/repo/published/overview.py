@@ -1,4 +1,4 @@
-"""Tables of README and docs/benchmarks.md."""
+"""Tables of README and docs/benchmarks.md, and of docs/results/README.md by model."""
 
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
