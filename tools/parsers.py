@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRINTED = Path("-")  # what --json without a file means
 DETAILS = "\v"  # in a help text: what follows is told by --help-all alone
@@ -16,16 +19,22 @@ DESCRIBE = "\0"  # as the only argument, which nobody can type: raise Described
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted"
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the nearest of the known words, empty if none is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 class Described(Exception):
-    """What a parser takes, for whoever asked with DESCRIBE.
+    """A command's parser, for whoever asked with DESCRIBE.
 
     Attributes:
-        actions: options and positional arguments.
+        parser: of the command.
     """
 
-    def __init__(self, actions: list[argparse.Action]) -> None:
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__("asked for what a command takes")
-        self.actions = actions
+        self.parser = parser
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -133,8 +142,16 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""
         if args == [DESCRIBE]:
-            raise Described(self._actions)
+            raise Described(self)
+        self._words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and a sentence, which names the option nearest to an unknown one."""
+        words = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+        known = list(self._option_string_actions)
+        wrong = [word for word in words if not any(name.startswith(word) for name in known)]
+        super().error(". ".join([message, *(did_you_mean(word, known).strip() for word in wrong)]))
 
     def format_usage(self) -> str:
         """Return the command with what it must be given."""
