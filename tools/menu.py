@@ -44,7 +44,7 @@ class Menu:
             for name, (_, text) in self.entries.items()
         ]
         head = f"usage: {self.program} {self.noun.upper()} [options]"
-        tail = f"{self.noun.upper()} --help tells its options.\n{EXIT_STATUS}"
+        tail = f"{self.noun.upper()} --help lists its options.\n{EXIT_STATUS}"
         return "\n".join([head, "", *rows, "", tail])
 
     def main(self, argv: list[str] | None = None) -> int:

@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         text = (description or "").removeprefix(f"{prog}: ")
         super().__init__(prog=prog, description=text, epilog=exits, formatter_class=_Formatter)
         self.more = self.add_argument_group("more options")
-        self.more.add_argument("--help-all", action=_HelpAll, nargs=0, help="tell every option")
+        self.more.add_argument("--help-all", action=_HelpAll, nargs=0, help="list every option")
         if command.startswith("bench "):  # written by the menu, see tools/commands/bench.py
             self.add_argument("--report", type=Path, metavar="FILE.html", help="write a page")
 
