@@ -2,7 +2,8 @@
 
 The compiler sees the body of a dynamic loop once. Python state that changes between iterations,
 such as a flag for the first one or `slot = 1 - slot`, gives the simulator instructions that no
-compiled body has. `Body` keeps what the first iteration issued; every later one is compared as it runs.
+compiled body has. `Body` keeps what the first iteration issued; every later one is compared as it
+runs.
 
 An operand is told by what is known at compile time: a tensor by its allocation, its walk and the
 register of its offset, a register by which one it is, never by its value. What the body itself
