@@ -18,6 +18,7 @@ REFUSED = {
     ("qwen3_5_moe", "biases"),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE
+    ("exaone_moe", "one-layer"),
 }
 FEW = {  # a change, and the family that it is tried with in the default run
     "tied": "gpt_oss",
