@@ -15,7 +15,8 @@ import torch
 
 from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.decoder import DecoderConfig
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import DecoderConfig, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.weight_rules import (
@@ -31,6 +32,7 @@ from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
 
 LAYER_TYPES = ("dense", "sparse")
+ATTENTION_TYPES = ("sliding_attention", "full_attention")
 FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
 
 
@@ -75,6 +77,27 @@ class BiasedRoutingConfig(DecoderConfig):
         return RouterSpec(
             num_experts=self.n_routed_experts, hidden_size=self.hidden_size, formula=formula
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingConfig(BiasedRoutingConfig):
+    """The same, where some layers attend to a window only.
+
+    Attributes:
+        layer_types: one of ATTENTION_TYPES a layer.
+    """
+
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        BiasedRoutingConfig.__post_init__(self)
+        check_layer_types(self.layer_types, self.num_hidden_layers, ATTENTION_TYPES)
+
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees in a layer."""
+        slides = self.layer_types[layer] == ATTENTION_TYPES[0]
+        return Reach(window=self.sliding_window if slides else None)
 
 
 def read_feed_forward(

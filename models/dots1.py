@@ -13,34 +13,26 @@ import torch
 
 from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
-from neuron_moe.models.attention import Reach
 from neuron_moe.models.biased_routing import (
-    BiasedRoutingConfig,
+    ATTENTION_TYPES,
+    SlidingConfig,
     biased_routing_map,
     build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
 
-LAYER_TYPES = ("sliding_attention", "full_attention")
 OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
 GROUPS = {"n_group": 1, "topk_group": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dots1Config(BiasedRoutingConfig):
+class Dots1Config(SlidingConfig):
     """Facts of one dots.llm1 checkpoint; names are those of its config.json."""
-
-    sliding_window: int | None
-    layer_types: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        BiasedRoutingConfig.__post_init__(self)
-        check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Dots1Config":
@@ -53,7 +45,7 @@ class Dots1Config(BiasedRoutingConfig):
         window = reader.get_optional("sliding_window", int)
         first = reader.get("max_window_layers", int, 62)
         usual = (
-            LAYER_TYPES[window is None or layer < first]
+            ATTENTION_TYPES[window is None or layer < first]
             for layer in range(reader.get("num_hidden_layers", int))
         )
         return cls.read(
@@ -76,11 +68,10 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
         """Return grouped-query attention with norms on heads."""
         config = self.config
-        slides = config.layer_types[layer] == "sliding_attention"
         return GroupedAttention(
             config,
             dtype,
-            reach=Reach(window=config.sliding_window if slides else None),
+            reach=config.reach(layer),
             bias=PROJECTIONS if config.attention_bias else (),
             norms="by head",
         )

@@ -15,21 +15,20 @@ from torch import Tensor
 
 from neuron_moe import MoE
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.attention import Reach
 from neuron_moe.models.biased_routing import (
-    BiasedRoutingConfig,
+    ATTENTION_TYPES,
+    SlidingConfig,
     biased_routing_map,
     build_feed_forward,
     read_feed_forward,
     sparse_rules,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens, check_layer_types
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import mlp_rules, projection_names
 
-LAYER_TYPES = ("sliding_attention", "full_attention")
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 # Other spellings of what is read, and keys of the layer that predicts.
@@ -37,15 +36,8 @@ OTHER_KEYS = ("is_moe_layer", "mtp_loss_type", "mtp_share_layers", "num_nextn_pr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExaoneMoeConfig(BiasedRoutingConfig):
-    """Facts of one K-EXAONE checkpoint, under the names that `BiasedRoutingConfig` gives them."""
-
-    sliding_window: int | None
-    layer_types: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        BiasedRoutingConfig.__post_init__(self)
-        check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
+class ExaoneMoeConfig(SlidingConfig):
+    """Facts of one K-EXAONE checkpoint, under the names that `SlidingConfig` gives them."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ExaoneMoeConfig":
@@ -86,16 +78,17 @@ def _layer_types(reader: ConfigReader, window: int | None) -> tuple[str, ...]:
             " Correct config.json, or name all layers in layer_types."
         )
     num_layers = reader.get("num_hidden_layers", int)
-    return tuple(LAYER_TYPES[pattern[layer % len(pattern)] == "G"] for layer in range(num_layers))
+    return tuple(
+        ATTENTION_TYPES[pattern[layer % len(pattern)] == "G"] for layer in range(num_layers)
+    )
 
 
 class Attention(GroupedAttention):
     """Attention of one layer: turned and sliding, or neither."""
 
     def __init__(self, config: ExaoneMoeConfig, layer: int, dtype: torch.dtype) -> None:
-        slides = config.layer_types[layer] == "sliding_attention"
-        window = config.sliding_window if slides else None
-        super().__init__(config, dtype, reach=Reach(window=window), norms="by head")
+        super().__init__(config, dtype, reach=config.reach(layer), norms="by head")
+        slides = config.layer_types[layer] == ATTENTION_TYPES[0]
         self.turns = slides or config.sliding_window is None
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
