@@ -419,7 +419,24 @@ FAMILIES |= {
         },
     ),
 }
-SLOW = {"qwen3_5_moe-alternating"}  # with transformers' recurrence, token by token
+NEXT = {**QWEN3_5, "intermediate_size": 96}
+FAMILIES |= {
+    "qwen3_next": Family("qwen3_next", NEXT),
+    "qwen3_next-dense-layers": Family(
+        "qwen3_next",
+        {
+            **NEXT,
+            "linear_num_value_heads": 2,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "full_attention_interval": 2,
+        },
+    ),
+}
+SLOW = {
+    "qwen3_5_moe-alternating",
+    "qwen3_next-dense-layers",
+}  # with transformers' recurrence, token by token
 
 
 def names(slow: Collection[str] = SLOW, *, is_long: bool = False) -> list[Any]:

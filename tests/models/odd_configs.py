@@ -32,7 +32,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
     for name in (
         *("qwen3_moe", "mixtral", "llama4-scout", "glm4_moe", "deepseek_v3", "minimax_m2"),
         *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open", "hy_v3"),
-        *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa"),
+        *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
     )
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
