@@ -55,6 +55,7 @@ class Qwen3NextConfig(GatedSharedConfig):
         """
         reader = ConfigReader.of_family(config, "qwen3_next")
         reader.require("attention_bias", False)
+        reader.require("use_sliding_window", False)
         reader.require("hidden_act", "silu")  # which linear attention reads too
         interval = reader.get_size("full_attention_interval", 4)
         layers = range(1, reader.get("num_hidden_layers", int) + 1)
