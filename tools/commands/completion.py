@@ -40,8 +40,7 @@ def script(shell: str) -> str:
 
     root = argparse.ArgumentParser("neuron-moe")
     _add_all(root, MENU)
-    names = " ".join(config_names())
-    preamble = {name: text.format(names) for name, text in _PREAMBLE.items()}
+    preamble = _PREAMBLE[shell].format(" ".join(config_names()))
     return str(shtab.complete(root, shell, preamble=preamble))
 
 
