@@ -84,13 +84,13 @@ class DecoderConfig:
             )
         if self.turned_size % 2 or not self.turned_size:
             raise ValueError(
-                f"head_dim={self.head_dim}: must be even, and so must be what is turned of a head,"
-                f" here {self.turned_size}. Rotary embedding turns pairs."
+                f"head_dim={self.head_dim}: must be even, and so must the rotated part of a head,"
+                f" here {self.turned_size}. Rotary embedding rotates pairs."
             )
 
     @property
     def turned_size(self) -> int:
-        """How much of each head is turned."""
+        """How much of each head is rotated."""
         return int(self.head_dim * self.rope.part)
 
     def make_norm(self, size: int, dtype: torch.dtype) -> Norm:

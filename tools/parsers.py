@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PRINTED = Path("-")  # what --json without a file means
-DETAILS = "\v"  # in a help text: what follows is told by --help-all alone
+DETAILS = "\v"  # in a help text: what follows is in --help-all alone
 _MOST_LINES = 12  # of what stands above the options
-_MANY_CHOICES = 60  # characters; longer lists are told by --help-all alone
+_MANY_CHOICES = 60  # characters; longer lists are in --help-all alone
 _LONG_CHOICES = 20  # characters; longer lists stand behind the help, not in front of it
 DESCRIBE = "\0"  # as the only argument, which nobody can type: raise Described
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted"
@@ -40,7 +40,7 @@ class Described(Exception):
 class _Formatter(argparse.HelpFormatter):
     """Fills paragraphs, keeps examples as they are, and leaves long details to docs/."""
 
-    tells_all = False
+    is_whole = False
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": 26, **options})
@@ -60,13 +60,13 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action(action)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        told, _, details = super()._expand_help(action).partition(DETAILS)
+        text, _, details = super()._expand_help(action).partition(DETAILS)
         if action.choices is not None and self._are_many(action):
-            told, details = f"{told}: ", ", ".join(map(str, action.choices))
-            if not self.tells_all and len(details) > _MANY_CHOICES:
+            text, details = f"{text}: ", ", ".join(map(str, action.choices))
+            if not self.is_whole and len(details) > _MANY_CHOICES:
                 details = "see --help-all"
-            return told + details
-        return told + details if self.tells_all else told
+            return text + details
+        return text + details if self.is_whole else text
 
     @staticmethod
     def _are_many(action: argparse.Action) -> bool:
@@ -92,7 +92,7 @@ def _filled(text: str, width: int) -> str:
 
 
 class _AllFormatter(_Formatter):
-    tells_all = True
+    is_whole = True
 
 
 class _HelpAll(argparse.Action):
@@ -127,17 +127,17 @@ class Parser(argparse.ArgumentParser):
 
     def add_json_option(self, more: str = "") -> None:
         """Add --json [FILE]; `tell_json` of console.py obeys it."""
-        told = f"end with one line of JSON, or write it to a file{more}"
-        self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=told)
+        text = f"end with one line of JSON, or write it to a file{more}"
+        self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=text)
 
     def add_args_option(self) -> None:
         """Add --args, what a kernel of the user's is called with; read by `nki_sim.own_kernel`."""
-        told = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
-        self.add_argument("--args", nargs="*", default=[], metavar="A", help=told)
+        text = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
+        self.add_argument("--args", nargs="*", default=[], metavar="A", help=text)
 
-    def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
+    def add_features_option(self, text: str = "what plans may use; docs/chip_day.md") -> None:
         """Add --features, a word of `Tuning.features`."""
-        self.more.add_argument("--features", choices=("open", "safe"), default="open", help=told)
+        self.more.add_argument("--features", choices=("open", "safe"), default="open", help=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""

@@ -47,17 +47,17 @@ def script(shell: str) -> str:
 def _add_all(parser: argparse.ArgumentParser, menu: Menu) -> None:
     """Add the commands of a menu, but those whose packages are missing."""
     commands = parser.add_subparsers()
-    for name, (entry, told) in menu.entries.items():
+    for name, (entry, text) in menu.entries.items():
         try:
             module = load(entry)
             if hasattr(module, "MENU"):
-                _add_all(commands.add_parser(name, help=told), module.MENU)
+                _add_all(commands.add_parser(name, help=text), module.MENU)
             else:
                 module.main([DESCRIBE])
         except Described as described:
             for action in described.parser._actions:
                 _say_values(action)
-            commands.add_parser(name, help=told, parents=[described.parser], add_help=False)
+            commands.add_parser(name, help=text, parents=[described.parser], add_help=False)
         except (ImportError, ValueError):
             continue
 
