@@ -135,9 +135,9 @@ class Parser(argparse.ArgumentParser):
         text = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
         self.add_argument("--args", nargs="*", default=[], metavar="A", help=text)
 
-    def add_features_option(self, text: str = "what plans may use; docs/chip_day.md") -> None:
+    def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
         """Add --features, a word of `Tuning.features`."""
-        self.more.add_argument("--features", choices=("open", "safe"), default="open", help=text)
+        self.more.add_argument("--features", choices=("open", "safe"), default="open", help=told)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""
