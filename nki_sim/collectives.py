@@ -392,8 +392,8 @@ def _prepare(core: Core, kind: str, metadata: NkiTensor, run: _Exchange) -> NkiI
             )
         return run(name)
 
-    core.prepared = _Prepared(kind, unchanged)
-    return core.prepared
+    prepared = core.prepared = _Prepared(kind, unchanged)
+    return prepared
 
 
 def _trigger(core: Core, kind: str, prepared: Any, name: str | None) -> NkiInstruction:
