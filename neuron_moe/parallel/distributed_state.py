@@ -25,8 +25,8 @@ def distributed_state(
 ) -> dict[str, Tensor]:
     """Return every tensor of a model and its optimizer under a name; views, nothing is copied.
 
-    An optimizer that has not stepped yet gets its state first, so that there is something to load
-    into.
+    Parameters whose state the optimizer has not made yet, for it has not stepped or they had no
+    gradient, get it first: a checkpoint holds all of them, and there is something to load into.
 
     Args:
         model: as this rank holds it; if fully sharded, over the mesh's copies.
@@ -45,8 +45,7 @@ def distributed_state(
     }
     if optimizer is None:
         return state
-    if not optimizer.state:
-        _make_state(optimizer)
+    _make_state(optimizer)
     for parameter, values in optimizer.state.items():
         name = names[id(parameter)]
         for kind, value in values.items():
@@ -110,14 +109,25 @@ def _joined(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, without moving a weight."""
+    """Let an optimizer make the state that is missing, at step 0, without moving a weight."""
+    every = [each for group in optimizer.param_groups for each in group["params"]]
+    missing = [each for each in every if each.requires_grad and each not in optimizer.state]
+    if not missing:
+        return
+    gradients = [each.grad for each in every]
     rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in every:
+        parameter.grad = None
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    for parameter, gradient in zip(every, gradients, strict=True):
+        parameter.grad = gradient
+    for parameter in missing:
+        step = optimizer.state[parameter].get("step")
+        if isinstance(step, Tensor):
+            step.zero_()

@@ -175,3 +175,26 @@ def test_a_checkpoint_goes_on_in_another_layout(run_ranks: Any, tmp_path: Path) 
 @pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices")
 def test_nccl_ranks_train_alike_and_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
     check(run_ranks, str(tmp_path / "state"), Layout(2, 1, "cuda"), Layout(1, 2, "cuda"))
+
+
+def test_parameters_without_a_gradient_have_a_state_like_any_other(tmp_path: Path) -> None:
+    def build(has_stepped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"moe": reference(CASE)[0], "idle": nn.Linear(3, 3)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        if has_stepped:
+            model["moe"](torch.ones(1, 4, 48))[0].sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, resumed) = build(True), build(False)
+    idle = model["idle"].weight.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process
+        dcp.save(distributed_state(model, None, optimizer), checkpoint_id=tmp_path)
+        dcp.load(distributed_state(other, None, resumed), checkpoint_id=tmp_path)
+    assert torch.equal(model["idle"].weight, idle)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for kind, value in optimizer.state[theirs].items():
+            assert torch.equal(resumed.state[mine][kind], value)
+    assert int(optimizer.state[model["idle"].weight]["step"]) == 0
