@@ -233,9 +233,7 @@ class MoE(nn.Module):
         own_TH = batch.hidden_TH[crossing.own]
         mask = crossing.own_mask(batch.padding_mask)
         if mask is not None and self.training and torch.is_grad_enabled():
-            own_TH = own_TH.where(
-                mask.reshape(-1, 1) != 0, 0.0
-            )  # or weights get 0 * NaN of padding
+            own_TH = own_TH.where(mask.reshape(-1, 1) != 0, 0.0)  # 0 * NaN would reach weights
         own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
         if self.router_losses is not None and self.training:
             self._owe_losses(routing, crossing, batch)

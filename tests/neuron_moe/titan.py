@@ -50,7 +50,8 @@ def titan_layers(hidden: int, intermediate: int, **router: Any) -> tuple[nn.Modu
     """Return torchtitan's layer and ours of the same configuration and weights."""
     config = titan_config(hidden, intermediate, **router)
     same = {field.name: getattr(config, field.name) for field in fields(config)}
-    theirs, ours = config.build(), NeuronMoE.Config(**same).build()
+    theirs = config.build()
     theirs.init_states()
+    ours = NeuronMoE.Config(**same).build()
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
