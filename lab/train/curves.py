@@ -1,6 +1,6 @@
 """Losses of the shipped tiny model while it is fine-tuned by our experts and by transformers' own.
 
-    python -m lab.train.curves --steps 50    # writes docs/results/train_curves.json
+    python -m lab.train.curves    # writes docs/results/train_curves.json
 
 Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
 save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
@@ -26,7 +26,7 @@ _RATE = 1e-4
 def main(argv: list[str] | None = None) -> int:
     """Train every way, write the curves; return the exit status."""
     parser = Parser("curves", __doc__)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args(argv)
     found = curves(args.steps)

@@ -27,6 +27,7 @@ from neuron_moe import (
     RouterTopK,
     SharedExperts,
 )
+from neuron_moe.tools.parsers import Parser
 
 _EXPERTS = "routed_experts.inner_experts."
 _GATE_UP, _DOWN = "expert_mlps.mlp_op.gate_up_proj.weight", "expert_mlps.mlp_op.down_proj.weight"
@@ -73,7 +74,7 @@ class NeuronMoE(Module):
     @property
     def tokens_per_expert_E(self) -> Tensor | None:
         """The counted load itself; a token that is computed again counts once."""
-        return self.moe.expert_load
+        return self.moe.expert_mlps.expert_load_E
 
     def _init_self_parameters(self) -> None:
         """Draw the weights that torchtitan's own layer would draw."""
@@ -171,3 +172,63 @@ def _rename_given(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> N
         gate, up, down = (each.transpose(-2, -1) for each in mine)
         state[f"{prefix}moe.{_GATE_UP}"] = torch.cat([gate, up], -1)
         state[f"{prefix}moe.{_DOWN}"] = down
+
+
+def small_qwen3() -> Any:
+    """Return the configuration of torchtitan's Qwen3, small, with attention for a CPU."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import CosSinRoPE
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    config = qwen3.model_registry("debugmodel_moe").model
+    config.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=config.dim,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=64,
+        moe_hidden_dim=64,
+        num_experts=8,
+        top_k=2,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=64, max_context_length=128, theta=10000.0),
+    )
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.moe.load_balance_coeff = 1e-3
+    return config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train both models on the same random tokens; print their losses; return the exit status."""
+    parser = Parser("titan", __doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args(argv)
+    theirs, ours = small_qwen3(), small_qwen3()
+    use_neuron_moe(ours)
+    models = []
+    for config in (theirs, ours):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = config.build()
+        model.to_empty(device="cpu").init_states()
+        models.append(model.train())
+    steps = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(args.steps):
+        tokens_T = torch.randint(theirs.vocab_size, (65,), generator=generator)
+        losses = []
+        for model, optimizer in zip(models, steps, strict=True):
+            optimizer.zero_grad()
+            logits_TV = model(tokens_T[:-1], positions=torch.arange(64))
+            loss = nn.functional.cross_entropy(logits_TV.float(), tokens_T[1:])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        print(f"step {step}: torchtitan's layers {losses[0]:.5f}, ours {losses[1]:.5f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
