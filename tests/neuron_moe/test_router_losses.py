@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
 from neuron_moe.parallel.balance import BalanceStats, step_selection_biases
@@ -68,6 +69,15 @@ def test_losses_are_their_formulas_and_reach_the_router(act_fn: str) -> None:
     (apart,) = torch.autograd.grad(output.sum() + torch.stack([*losses.values()]).sum(), weight)
     assert layer.losses == {}
     torch.testing.assert_close(total, apart)
+
+
+def test_a_layers_balance_loss_times_k_is_that_of_transformers() -> None:
+    layer = build().double().train()
+    layer.use_router_losses(RouterLosses(balance=float(K)))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    logits = layer(torch.randn(2, 5, H, dtype=torch.float64), mask)[1]
+    theirs = load_balancing_loss_func((logits,), E, K, mask)
+    torch.testing.assert_close(layer.losses["balance"], theirs.detach().double())
 
 
 def test_an_even_load_has_balance_losses_of_their_weights() -> None:
