@@ -6,7 +6,6 @@ Every run starts from the same weights and sees the same batches (`lab.train.tra
 save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch.nn import functional
 from lab.train.train import Run, build_model, draw_batch, read_tokens
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.condensed import condense
 from neuron_moe.transformers_experts import register_experts
 
 RESULT = Path("docs/results/train_curves.json")
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         apart = max(abs(one - other) for one, other in zip(losses, exact, strict=True))
         print(f"{name:32} {losses[0]:.6f} -> {losses[-1]:.6f}, at most {apart:.1e} apart")
     note = "measured on a CPU in float32 by: python -m lab.train.curves"
-    args.out.write_text(json.dumps({"note": note, "rate": _RATE, "losses": found}) + "\n")
+    args.out.write_text(condense({"note": note, "rate": _RATE, "losses": found}))
     return 0
 
 
