@@ -221,7 +221,7 @@ def _measure_one(rank: int, ranks: int, tokens: int, ep: int, way: str) -> tuple
 
 def _gather_naively(layer: MoE, own_TH: Tensor) -> None:
     """Communicate as a layer does whose router gathers logits."""
-    gather = layer.parallel.strategy("prefill", is_sequence_part=True).spread.gather
+    gather = layer.groups["prefill"].model
     rows_TH = gather.all_gather(own_TH)
     gather.all_gather(layer.router(own_TH).router_logits_TE)
     gather.reduce_scatter(rows_TH)

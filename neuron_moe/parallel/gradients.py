@@ -35,7 +35,7 @@ def sum_shared_gradients(model: nn.Module) -> None:
 
 def _held_alike(layer: MoE) -> Iterator[tuple[Collectives, list[nn.Parameter]]]:
     """Yield groups, and what their ranks hold alike."""
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     shared = layer.shared_experts
     alike = [*layer.router.parameters()]
     if layer.rmsnorm is not None:
@@ -78,7 +78,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _check(layer: MoE) -> None:
     experts, shared = layer.expert_mlps, layer.shared_experts
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     if experts.num_physical != experts.spec.num_experts:
         raise ValueError(
             f"placement: {experts.num_physical - experts.spec.num_experts} experts are replicas,"

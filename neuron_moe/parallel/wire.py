@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from neuron_moe.dispatch.tokens import AFFINITY_BYTES, INDEX_BYTES
 from neuron_moe.moe import MoE
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.parallel.groups import ExpertGroups
-from neuron_moe.parallel.strategy import AFFINITY_BYTES, INDEX_BYTES
 
 _TCP_INFO_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, linux/tcp.h
 
@@ -118,9 +118,7 @@ def count_wire(layer: MoE) -> WireTally:
             attention=wrap(groups.attention),
         )
 
-    layer.parallel.use_groups(
-        {phase: wrap_groups(groups) for phase, groups in layer.parallel.groups.items()}
-    )
+    layer.use_groups({phase: wrap_groups(groups) for phase, groups in layer.groups.items()})
     if layer.shared_experts is not None:
         layer.shared_experts.group = wrap(layer.shared_experts.group)
     return tally

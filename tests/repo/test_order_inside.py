@@ -59,7 +59,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("router", "shared_experts"),
     ("router_losses",),
     ("explain", "plan"),
-    ("backends", "parallel.exchange", "parallel.shuffle"),
+    ("backends", "dispatch"),
     ("experts", "transformers_experts"),
     ("moe",),
     ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
