@@ -24,7 +24,6 @@ from neuron_moe.dispatch import (
     TokenShuffle,
     build_dispatches,
 )
-from neuron_moe.dispatch.tokens import phase_of
 from neuron_moe.errors import check_choice, check_instance
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
@@ -32,7 +31,7 @@ from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.passes import OwedLosses
 from neuron_moe.paths import DECODE_PHASES, PHASES
-from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
+from neuron_moe.plan import Forms, LayerParts, Plan, PlannedModule, Step, phase_of
 from neuron_moe.router import Router, Routing
 from neuron_moe.router_losses import LossTokens, RouterLosses, router_losses
 from neuron_moe.shared_experts import SharedExperts
@@ -83,7 +82,7 @@ _Output = tuple[Tensor, Tensor | None, Tensor | None]
 """Output, logits and choices of the tokens that this rank was given."""
 
 
-class MoE(nn.Module):
+class MoE(PlannedModule):
     """One MoE layer, as one rank holds it.
 
     Args:
@@ -131,8 +130,6 @@ class MoE(nn.Module):
         self.router_losses: RouterLosses | None = None
         self.losses: dict[str, Tensor] = {}
         self.owed_losses = OwedLosses()
-        self._plans = PlanCache()
-        self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
 
     def use_groups(self, groups: Mapping[str, ExpertGroups]) -> None:
         """Communicate through these groups of the layer's ranks, for 'prefill' and 'decode'.
@@ -175,11 +172,6 @@ class MoE(nn.Module):
         self.losses.clear()
         self.owed_losses.clear()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set, and count what plans may depend on."""
-        self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
-        super().__setattr__(name, value)
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -207,7 +199,7 @@ class MoE(nn.Module):
         batch = self._batch(hidden_states, padding_mask, phase)
         dispatch = self.dispatch(batch.phase, batch.is_sequence_part)
         batch = dispatch.tokens(batch, self._settings)
-        plan, num_tokens = None, batch.num_tokens
+        plan, num_tokens = None, sum(batch.lengths)
         if num_tokens:
             has_padding = padding_mask is not None
             plan = self.plan(Step(batch.phase, num_tokens, has_padding, batch.is_sequence_part))
@@ -262,9 +254,7 @@ class MoE(nn.Module):
         self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch, own: Own
     ) -> tuple[Rows, Routing]:
         """Choose experts for the tokens that this rank routes; return them as experts take them."""
-        experts, own_TH = self.expert_mlps, own.hidden_TH
-        if self.rmsnorm is not None and (plan is None or not plan.has_norm):
-            own_TH = self.rmsnorm(own_TH.unsqueeze(0)).squeeze(0)
+        experts, own_TH = self.expert_mlps, self._normed(plan, own.hidden_TH)
         own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
         if self.router_losses is not None and self.training:
             self._owe_losses(routing, own.padding_mask, dispatch.loss_tokens(batch))
@@ -278,6 +268,13 @@ class MoE(nn.Module):
             over_all_tokens=own.over_all,
         )
         return Rows(own_TH, *chosen), routing
+
+    def _normed(self, plan: Plan | None, hidden_TH: Tensor) -> Tensor:
+        """Return tokens as the plan takes them: it may compute the norm itself."""
+        if self.rmsnorm is None or (plan is not None and plan.has_norm):
+            return hidden_TH
+        normed_TH: Tensor = self.rmsnorm(hidden_TH.unsqueeze(0)).squeeze(0)
+        return normed_TH
 
     def _owe_losses(self, routing: Routing, mask: Tensor | None, tokens: LossTokens) -> None:
         """Compute the auxiliary losses of own tokens, and keep them for `auxiliary_loss`."""
@@ -297,7 +294,8 @@ class MoE(nn.Module):
     def _run_fused(self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch) -> _Output:
         """Compute the whole layer in one launch, and sum over ranks."""
         assert plan is not None
-        experts, hidden_TH, mask = self.expert_mlps, batch.hidden_TH, batch.padding_mask
+        experts, mask = self.expert_mlps, batch.padding_mask
+        hidden_TH = self._normed(plan, batch.hidden_TH)
         experts.check_mode()
         experts.check_hidden(hidden_TH)
         is_real_T = None if mask is None else mask != 0
@@ -328,20 +326,18 @@ class MoE(nn.Module):
             check_choice("phase", phase, PHASES)
         return TokenBatch(hidden_TH, batch_size, padding_mask, phase, is_part, (num_tokens,))
 
-    def plan(self, step: Step) -> Plan:
-        """Return how a step of this layer is computed; the very object that runs it."""
-        if self.expert_mlps.backend.plans_ahead and torch.compiler.is_dynamo_compiling():
-            step = step.static()
-            self._make_ready(*step)
-            return self._plans.in_graphs.find(step)
-        return self._plans.plan(step, *self._basis(step))
+    @property
+    def _plans_ahead(self) -> bool:
+        return self.expert_mlps.backend.plans_ahead
 
-    def _basis(self, step: Step) -> Basis:
-        return (
-            (self.num_changes, self.expert_mlps.num_changes, _epsilon(self.rmsnorm)),
-            lambda: (self.router, self.expert_mlps, self.shared_experts, self.rmsnorm),
-            lambda forms: self.expert_mlps.backend.plan(self.parts(step, forms), step),
-        )
+    def _settings_of_plans(self) -> object:
+        return self.num_changes, self.expert_mlps.num_changes, _epsilon(self.rmsnorm)
+
+    def _planned_with(self) -> tuple[nn.Module | None, ...]:
+        return self.router, self.expert_mlps, self.shared_experts, self.rmsnorm
+
+    def _make(self, step: Step, forms: Forms) -> Plan:
+        return self.expert_mlps.backend.plan(self.parts(step, forms), step)
 
     def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
         """Lay weights out for a step now, not when it first runs; a captured graph needs that.
@@ -353,12 +349,6 @@ class MoE(nn.Module):
         """
         check_choice("phase", phase, PHASES)
         self._make_ready(*Step(phase, tokens, has_padding, self._is_part(phase)))
-
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs in a capture
-    def _make_ready(self, *sizes: Any) -> int:
-        step = Step(*sizes)
-        self._plans.ready(step, *self._basis(step))
-        return 0
 
     def _is_part(self, phase: str) -> bool:
         """Say whether tokens of a phase come as this rank's part of a sequence."""
@@ -496,7 +486,8 @@ def _add_residual(
     hidden_states: Tensor, residual: Tensor | None, hidden_size: int
 ) -> tuple[Tensor, Tensor | None]:
     """Check the input; return it with the residual added, and a copy of that sum to return."""
-    check_instance("hidden_states", hidden_states, Tensor)
+    if not isinstance(hidden_states, Tensor):
+        check_instance("hidden_states", hidden_states, Tensor)
     shape = tuple(hidden_states.shape)
     if len(shape) != 3 or shape[-1] != hidden_size:
         way_out = "Add the batch axis" if shape[-1:] == (hidden_size,) else "Check what comes in"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuron_moe.dispatch.tokens import Settings, TokenBatch, phase_of
+from neuron_moe.dispatch.tokens import Settings, TokenBatch
 from neuron_moe.parallel.collectives import (
     Collectives,
     SingleRank,
@@ -22,6 +22,7 @@ from neuron_moe.parallel.collectives import (
 from neuron_moe.parallel.failure import check_same_on_all_ranks, compare_settings, wait_for_start
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.paths import PHASES
+from neuron_moe.plan import phase_of
 from neuron_moe.router_losses import LossTokens
 
 
@@ -111,10 +112,10 @@ class OverRanks:
         mine = batch.lengths[gather.rank]
         if mask.numel() == mine:
             return mask.reshape(-1)
-        if mask.numel() != batch.num_tokens:
+        if mask.numel() != sum(batch.lengths):
             raise ValueError(
                 f"padding_mask: shape {tuple(mask.shape)} must have one entry for each of the"
-                f" {mine} tokens of this rank, or of the {batch.num_tokens} of all ranks."
+                f" {mine} tokens of this rank, or of the {sum(batch.lengths)} of all ranks."
             )
         num_rows = self.num_rows(batch)
         start = self.num_before(batch) // num_rows
@@ -122,7 +123,7 @@ class OverRanks:
 
     def is_masked_late(self, mask: Tensor, batch: TokenBatch) -> bool:
         """Say whether which part of a mask is the own one depends on a rank that is data."""
-        return self.spread.gather.is_traced and mask.numel() == batch.num_tokens
+        return self.spread.gather.is_traced and mask.numel() == sum(batch.lengths)
 
     def num_rows(self, batch: TokenBatch) -> int:
         """Return B where ranks have parts of the same sequences, else 1."""
@@ -147,7 +148,7 @@ class OverRanks:
         joined_TK = self.join(batch, own_TK)
         everyone_TK = all_gather_rows(self.spread.gather, joined_TK, batch.lengths)
         # Rows lie rank after rank; their order is that of the sequences.
-        rows_T = torch.arange(batch.num_tokens, device=own_TK.device)
+        rows_T = torch.arange(sum(batch.lengths), device=own_TK.device)
         parts = torch.split(rows_T, list(batch.lengths))
         num_rows = self.num_rows(batch)
         order_T = torch.cat([part.view(num_rows, -1) for part in parts], dim=1).flatten()

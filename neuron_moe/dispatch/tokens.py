@@ -40,17 +40,6 @@ class TokenBatch(NamedTuple):
     is_sequence_part: bool
     lengths: tuple[int, ...]
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return sum(self.lengths)
-
-
-def phase_of(num_tokens: int, batch_size: int) -> str:
-    """Return the phase of sequences by their length."""
-    seq_len = num_tokens // batch_size if batch_size else 0
-    return "decode" if seq_len == 1 else "prefill"
-
 
 class Own(NamedTuple):
     """The tokens that this rank routes.

@@ -19,7 +19,7 @@ from neuron_moe.dispatch.ranks import OverRanks, TokenSpread
 from neuron_moe.dispatch.replicate import copy_of
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import PATHS
-from neuron_moe.plan import PlanCache, Step
+from neuron_moe.plan import Step
 
 # phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
 CASES = [
@@ -205,7 +205,7 @@ def test_a_step_is_prepared_without_padding_unless_it_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps: list[Step] = []
-    monkeypatch.setattr(PlanCache, "ready", lambda _cache, step, *_basis: steps.append(step))
+    monkeypatch.setattr(MoE, "_make_ready", lambda _layer, *step: steps.append(Step(*step)))
     config = RoutedExpertsMLPOpsConfig(4, 16, 8, 1, "silu", True)
     layer = MoE(RouterTopK(4, 1, 16), ExpertMLPsV2(config))
     layer.prepare("decode", 3)

@@ -63,7 +63,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("experts", "transformers_experts"),
     ("moe",),
     ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
-    ("parallel.gradients", "parallel.distributed_state", "parallel.handlers"),
+    ("parallel.gradients", "parallel.distributed_state"),
     ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
     ("nxd_compat",),
     (

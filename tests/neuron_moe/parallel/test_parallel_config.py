@@ -17,11 +17,11 @@ from neuron_moe import (
 from neuron_moe.dispatch.ranks import TokenSpread
 from neuron_moe.dispatch.replicate import gather_choices
 from neuron_moe.dispatch.shuffle import build_shuffle
-from neuron_moe.dispatch.tokens import phase_of
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.collectives import SingleRank
 from neuron_moe.parallel.groups import ExpertGroups, Offline, expert_ranks
 from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.plan import phase_of
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tp zero": (lambda: ParallelConfig(tp=0), "tp=0: must be a positive int"),
