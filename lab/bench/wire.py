@@ -24,10 +24,11 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lab.bench.wire_counter import count_wire, socket_bytes
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.config import divisors
-from neuron_moe.parallel.wire import FORMULAS, WireSizes, count_wire, socket_bytes
+from neuron_moe.planner.wire import FORMULAS, WireSizes
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 

@@ -25,7 +25,7 @@ ROOMS = (
     "neuron_moe/parallel/hybrid.py",
     "neuron_moe/parallel/placement.py",
     "neuron_moe/parallel/shard.py",
-    "neuron_moe/parallel/sharding.py",
+    "neuron_moe/sharded/sharding.py",
     "neuron_moe/quantize",
     "neuron_moe/weights",
     "nki_kernels",

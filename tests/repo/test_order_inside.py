@@ -62,9 +62,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("backends", "dispatch"),
     ("experts", "transformers_experts"),
     ("moe",),
-    ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
-    ("parallel.gradients", "parallel.distributed_state"),
-    ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
+    ("train", "sharded", "planner"),
     ("nxd_compat",),
     (
         "routing",

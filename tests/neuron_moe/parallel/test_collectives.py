@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lab.bench.wire_counter import WireCounter, WireTally
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.dispatch import Own, Rows, TokenBatch, build_dispatches
 from neuron_moe.parallel import ParallelConfig, parallel_state
@@ -19,9 +20,8 @@ from neuron_moe.parallel.collectives import (
     gather_lengths,
     reduce_scatter_rows,
 )
-from neuron_moe.parallel.sharding import shard_state_dict
-from neuron_moe.parallel.wire import WireCounter, WireTally
 from neuron_moe.router import Routing
+from neuron_moe.sharded.sharding import shard_state_dict
 
 
 def small_layer(**settings: Any) -> MoE:

@@ -17,7 +17,7 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.parallel import ExpertShard, parallel_state
-from neuron_moe.parallel.invariant import CopyError, check_one_copy
+from tests.neuron_moe.parallel.one_copy import CopyError, check_one_copy
 
 SIZE = 4
 

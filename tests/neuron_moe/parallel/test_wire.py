@@ -7,18 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.bench.wire_counter import count_wire, socket_bytes
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
 from neuron_moe.dispatch.all_to_all import destinations
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.wire import (
+from neuron_moe.planner.wire import (
     WireSizes,
     all_to_all_bytes,
-    count_wire,
     expected_ranks_per_token,
     naive_bytes,
     replicated_bytes,
     sequence_bytes,
-    socket_bytes,
 )
 
 T, H, K, E = 192, 64, 4, 32
