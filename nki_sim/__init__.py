@@ -23,7 +23,7 @@ from nki_sim.errors import (
 )
 from nki_sim.launch import Kernel, Run, TensorSpec, jit, run, run_ranks, simulate
 from nki_sim.options import SimOptions
-from nki_sim.provide import provide
+from nki_sim.provide import provide, stands_in
 
 __all__ = [
     "AccumulateError",
@@ -48,4 +48,5 @@ __all__ = [
     "run",
     "run_ranks",
     "simulate",
+    "stands_in",
 ]

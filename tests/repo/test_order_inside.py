@@ -40,9 +40,14 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "vendor_tests": _SIM_TOP | {"neuron_dtypes", "vendor_library"},
     },
     "nki_kernels": {
-        "common": set(),
-        **{name: {"common"} for name in ("route", "index", "prefill", "decode", "combine")},
-        "layer": {"common", "route", "index", "prefill", "combine"},
+        "objects": set(),
+        "provided": set(),
+        "common": {"objects"},
+        **{
+            name: {"common", "provided"}
+            for name in ("route", "index", "prefill", "decode", "combine")
+        },
+        "layer": {"common", "provided", "route", "index", "prefill", "combine"},
         "outputs": {"common", "route", "index", "prefill", "decode", "combine", "layer"},
     },
 }
