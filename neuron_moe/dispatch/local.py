@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.dispatch.tokens import Choose, Entered, Own, Settings, TokenBatch
-from neuron_moe.parallel.collectives import SingleRank
+from neuron_moe.parallel.collectives import Collectives, SingleRank
 from neuron_moe.router import Routing
 from neuron_moe.router_losses import LossTokens
 from neuron_moe.shared_experts import SharedExperts
@@ -18,7 +18,7 @@ class Local:
     """
 
     why_apart = ""
-    alike = SingleRank()
+    alike: Collectives = SingleRank()
 
     def __init__(self, reduce_dtype: torch.dtype | None = None) -> None:
         self.reduce_dtype = reduce_dtype
