@@ -57,6 +57,10 @@ class RouterLosses:
                 raise ValueError(f"{field.name}={value}: must be 0 or more. Use 0 to leave it out.")
 
 
+def _alone(x: Tensor) -> Tensor:
+    return x
+
+
 class LossTokens(NamedTuple):
     """Which tokens a rank has, for losses over all of them.
 
@@ -65,12 +69,14 @@ class LossTokens(NamedTuple):
         num_sequences: U that this rank has tokens of.
         over_all: sums over ranks with other tokens.
         over_sequences: sums over ranks with other tokens of the same sequences.
+        share: returns a loss of which each rank with the same tokens has a share of the gradient.
     """
 
     sequence_T: Tensor
     num_sequences: int
-    over_all: OverRanks
-    over_sequences: OverRanks
+    over_all: OverRanks = _alone
+    over_sequences: OverRanks = _alone
+    share: OverRanks = _alone
 
 
 def router_losses(

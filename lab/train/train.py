@@ -34,12 +34,12 @@ from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.models.text import TextCodec
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.balance import step_selection_biases
-from neuron_moe.parallel.distributed_state import distributed_state
-from neuron_moe.parallel.gradients import clip_gradients, sum_shared_gradients
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.ranks import run_on_ranks
+from neuron_moe.train.balance import step_selection_biases
+from neuron_moe.train.distributed_state import distributed_state
+from neuron_moe.train.gradients import clip_gradients, sum_shared_gradients
 
 _LENGTH = 96  # tokens of a sequence
 _CLIP_NORM = 1.0

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
-from neuron_moe.parallel.balance import BalanceStats, step_selection_biases
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
+from neuron_moe.train.balance import BalanceStats, step_selection_biases
 
 E, K, H, I = 8, 2, 16, 12  # noqa: E741  the axis letters of the project
 ALL = RouterLosses(balance=0.02, sequence=0.003, z=0.01)

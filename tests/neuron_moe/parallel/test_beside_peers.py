@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from neuron_moe import MoE
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.gradients import sum_shared_gradients
+from neuron_moe.train.gradients import sum_shared_gradients
 from tests.neuron_moe.peers import HIDDEN, INTERMEDIATE, make_peer
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # torchtitan's router

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.distributed_state import distributed_state
-from neuron_moe.parallel.gradients import sum_shared_gradients
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
+from neuron_moe.train.distributed_state import distributed_state
+from neuron_moe.train.gradients import sum_shared_gradients
 from tests.neuron_moe.parallel.test_layouts import CUDA_DEVICES, Case, build_layer, reference
 
 CASE = Case(tp=1, ep=2, sp=True, strategy="all_to_all", shared="sp", seq=8)

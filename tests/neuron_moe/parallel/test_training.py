@@ -13,10 +13,10 @@ from torch import Tensor
 
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.balance import step_selection_biases
-from neuron_moe.parallel.gradients import clip_gradients, sum_shared_gradients
-from neuron_moe.parallel.sharding import shard_state_dict
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
+from neuron_moe.sharded.sharding import shard_state_dict
+from neuron_moe.train.balance import step_selection_biases
+from neuron_moe.train.gradients import clip_gradients, sum_shared_gradients
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 from tests.neuron_moe.parallel.test_layouts import (
     Case,

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from neuron_moe.checkpoint.lazy import Indices
 from neuron_moe.experts import RoutedExperts
-from neuron_moe.parallel.sharding import sharding_of
+from neuron_moe.sharded.sharding import sharding_of
 from neuron_moe.shared_experts import SharedExperts
 from nki_kernels.common.formula import num_projections
 

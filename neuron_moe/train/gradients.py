@@ -70,7 +70,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 def _held_apart(layer: MoE) -> Iterator[tuple[Collectives, nn.Parameter]]:
     """Yield what ranks have parts of, with the group over which the parts are a whole."""
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     alike = {id(each) for _, parameters in _held_alike(layer) for each in parameters}
     for parameter in layer.parameters():
         if id(parameter) not in alike:
@@ -82,7 +82,7 @@ def _held_apart(layer: MoE) -> Iterator[tuple[Collectives, nn.Parameter]]:
 
 def _held_alike(layer: MoE) -> Iterator[tuple[Collectives, list[nn.Parameter]]]:
     """Yield groups, and what their ranks hold alike."""
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     shared = layer.shared_experts
     alike = [*layer.router.parameters()]
     if layer.rmsnorm is not None:
@@ -125,7 +125,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _check(layer: MoE) -> None:
     experts, shared = layer.expert_mlps, layer.shared_experts
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     if experts.num_physical != experts.spec.num_experts:
         raise ValueError(
             f"placement: {experts.num_physical - experts.spec.num_experts} experts are replicas,"
