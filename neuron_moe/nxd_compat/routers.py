@@ -158,6 +158,13 @@ class RouterSinkhorn(NxdRouter):
         if sinkhorn_tol is not None:
             self.remarks = (f"sinkhorn_tol={sinkhorn_tol}: the iterations are of a fixed number",)
 
+    def get_router_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return [T, E] float32 logits, rounded to the router's dtype as NxD's are.
+
+        One expert a token takes the whole weight: NxD's choices are kept, ties of rounding too.
+        """
+        return super().get_router_logits(hidden_states).to(self.dtype).float()
+
     def choose(self, logits_TE: Tensor) -> Tensor | None:
         """Return the balanced choices [T, 1] while training."""
         if not self.training:

@@ -78,7 +78,7 @@ class Results:
         self.failed = 0
         self.names: dict[str, str] = {}
 
-    @pytest.hookimpl
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out what needs too much memory; one iteration does."""
         items[:] = [item for item in items if LARGE not in item.nodeid]
