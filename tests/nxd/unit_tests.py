@@ -6,7 +6,8 @@
 The tests are run unchanged, from the clone, in one process: gloo stands for the group of XLA, the
 closed packages are stood in for, and each test takes one iteration in place of ten. With --ours
 each class of NxD's files that this package has too is ours while the tests are imported. Prints
-what became of each test, and last, one line of JSON: the numbers of those that passed.
+what became of each test, and last, one line of JSON: the numbers of those that passed, in the order
+of collection. unit_tests.json has those that do not, with reasons.
 """
 
 import contextlib
@@ -74,8 +75,8 @@ class Results:
     """A plugin of pytest that notes which tests passed, and why others did not."""
 
     def __init__(self) -> None:
-        self.passed: list[int] = []
-        self.failed = 0
+        self.passed: set[int] = set()
+        self.failed: set[int] = set()
         self.names: dict[str, str] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -95,12 +96,13 @@ class Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note an outcome."""
         name = self.names[report.nodeid]
+        number = int(name.partition(":")[0])
         if report.failed:
-            self.failed += 1
+            self.failed.add(number)
             why = str(report.longrepr).strip().splitlines()[-1][-200:]
             print(f"failed {name}: {why}", file=sys.__stdout__, flush=True)
         elif report.when == "call" and report.passed:
-            self.passed.append(int(name.partition(":")[0]))
+            self.passed.add(number)
             print(f"passed {name}", file=sys.__stdout__, flush=True)
 
 
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> int:
             pytest.main([*own, *options], plugins=[results])
     if not results.passed and not results.failed:
         sys.stdout.write(said.getvalue())
-    sys.stdout.write(json.dumps({"passed": sorted(results.passed)}) + "\n")
+    sys.stdout.write(json.dumps({"passed": sorted(results.passed - results.failed)}) + "\n")
     return 0
 
 
