@@ -33,7 +33,7 @@ def test_the_registry_takes_the_class(name: str) -> None:
 def _documented() -> list[list[str]]:
     """Return what the page about serving passes to vLLM: behind `vllm serve`, and ` -- `."""
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().replace("\\\n", " ")
-    line = r"^    vllm serve (.+)$|-- \.\.\.`[^`]*`(--[^`]+)`"
+    line = r"^    vllm serve (.+)$|`-- (--[^`]+)`"
     found = re.findall(line, text, flags=re.MULTILINE)
     return [shlex.split(served or passed) for served, passed in found]
 
