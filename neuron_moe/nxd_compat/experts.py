@@ -140,7 +140,7 @@ class ExpertMLPsV2(RoutedExperts):
         self._prepare_for_nxd()
 
     @property
-    def spec(self) -> ExpertSpec:  # type: ignore[override]
+    def spec(self) -> ExpertSpec:
         """What the experts are.
 
         Raises:
@@ -155,7 +155,7 @@ class ExpertMLPsV2(RoutedExperts):
         self.__dict__["_spec"] = spec
 
     @property
-    def num_changes(self) -> int:  # type: ignore[override]
+    def num_changes(self) -> int:
         """How often something was set that plans depend on, here or in a configuration."""
         self._follow()
         found: int = self.__dict__["num_changes"]

@@ -133,8 +133,9 @@ class MoE(moe.MoE):
         """Set; those arguments of the constructor that say what comes in and out may change."""
         super().__setattr__(name, value)
         if name in _OPTIONS:
-            option = 1 if name == "sequence_dimension" and value is None else value
-            self.options = replace(self.options, **{_OPTIONS[name]: option})
+            is_default = name == "sequence_dimension" and value is None
+            change: dict[str, Any] = {_OPTIONS[name]: 1 if is_default else value}
+            self.options = replace(self.options, **change)
 
     @property
     def tensor_parallel_group(self) -> ProcessGroup | None:
