@@ -192,7 +192,11 @@ class RoutedExperts(nn.Module):
         """Move and cast as torch does; counters move along."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.expert_load_E is not None:
-            self.expert_load_E = self.expert_load_E.to(self.mlp_op.down_proj.device)
+            load_E, device = self.expert_load_E, self.mlp_op.down_proj.device
+            is_new = load_E.is_meta  # nothing was counted there
+            self.expert_load_E = (
+                torch.zeros_like(load_E, device=device) if is_new else load_E.to(device)
+            )
         return self
 
     def pack_weights(self, *, for_decode: bool = False, for_prefill: bool = False) -> None:

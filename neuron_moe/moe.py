@@ -231,6 +231,9 @@ class MoE(nn.Module):
         if self.shuffle is not None:
             batch, order = self.shuffle.forth(batch)
         own_TH = batch.hidden_TH[crossing.own]
+        mask = crossing.own_mask(batch.padding_mask)
+        if mask is not None and self.training and torch.is_grad_enabled():
+            own_TH = own_TH.where(mask.reshape(-1, 1) != 0, 0.0)  # 0 * NaN would reach weights
         own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
         if self.router_losses is not None and self.training:
             self._owe_losses(routing, crossing, batch)
@@ -238,7 +241,7 @@ class MoE(nn.Module):
         chosen = experts.select(
             routing.expert_affinities_TK,
             routing.expert_index_TK,
-            crossing.own_mask(batch.padding_mask),
+            mask,
             drops=plan is not None and plan.path == "capacity",
             first_token=crossing.first_token,
             over_all_tokens=crossing.over_all_tokens,

@@ -7,8 +7,9 @@ divided by their sum:
     sequence  E / (K T)      sum_u sum_e count_ue / S_u  sum_t p_te  within each sequence
     z         1 / T          sum_t logsumexp(logits_t)^2
 
-Both balance losses are 1 times their weight where the load is even. Counts have no gradient and are
-summed over ranks; the rest is a sum over tokens, of which a rank with other tokens has its part.
+Both balance losses are 1 times their weight where the load is even, as DeepSeek's are; K times that
+of `balance` is transformers' `load_balancing_loss_func` of one layer. Counts have no gradient and
+are summed over ranks; the rest is a sum over tokens, of which a rank with others has its part.
 
 Sources: Fedus et al. 2021, Switch Transformers; DeepSeek-AI 2024, DeepSeek-V3 (sequence-wise); Zoph
 et al. 2022, ST-MoE (z-loss).

@@ -25,6 +25,8 @@ from nki_sim.launch import Kernel, Run, TensorSpec, jit, run, run_ranks, simulat
 from nki_sim.options import SimOptions
 from nki_sim.provide import provide
 
+__version__ = "0.7.0"  # the NKI that it speaks
+
 __all__ = [
     "AccumulateError",
     "CapacityError",

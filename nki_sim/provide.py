@@ -90,7 +90,7 @@ def _modules() -> dict[str, types.ModuleType]:
     dtype_names = {str(d): d for d in dtypes.ALL} | {"DType": dtypes.DType, "bool_": dtypes.bool_}
     annotations = {"tensor": any_type, "mutable_tensor": any_type}
     compiler: tuple[type, ...] = (AddressRotation, CompileConfig, SpecializationConfig)
-    configs = {each.__name__: each for each in compiler}
+    configs = {each.__name__: each for each in compiler} | old_names("compiler")
     built = [
         _module("nki", {"jit": jit, "simulate": simulate} | old_names("nki"), "NKI, simulated."),
         _same("nki.language", language),
