@@ -36,7 +36,8 @@ _TOLERANCE: Final = 0.02  # of the largest element; the results are bfloat16
 
 
 def _norm(x: Array) -> Array:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+    normed: Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+    return normed
 
 
 def _moe_layer(x: Array, gamma: Array, router: Array, gate_up: Array, down: Array) -> Array:
