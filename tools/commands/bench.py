@@ -51,7 +51,7 @@ MENU = Menu(
             "a MoE layer on all ranks, their sum inside the launch or after it (simulated)",
         ),
         "anchors": (
-            "lab.bench.anchors",
+            "lab.bench.anchors.models",
             "published times of the chip beside both corners of the clock (simulated)",
         ),
     },

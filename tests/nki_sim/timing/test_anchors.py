@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.anchors import (
+from lab.bench.anchors.models import (
     ANCHORS,
     DEEPSEEK,
     QWEN35,

@@ -1,0 +1,1 @@
+"""Published times of the chip beside what the simulator says."""
