@@ -284,6 +284,8 @@ def price_dma(facts: DmaFacts, chip: Hardware) -> DmaPrice:
     pieces = max(facts.rows, facts.hbm_runs) if facts.transpose else facts.runs
     skipped = facts.skipped_rows * chip.dma_skipped_row_share / engines
     runs = math.ceil(pieces / engines) + skipped
+    if facts.transpose == "2-byte":
+        runs = 0  # its unit is fed by blocks, not row by row
     data = facts.moved_bytes / engines
     share = 1.0
     if facts.transpose == "4-byte":

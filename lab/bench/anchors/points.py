@@ -211,7 +211,9 @@ def _parametrized(module: Any) -> Iterator[tuple[str, float, Callable[[_Harness]
         timed: list[dict[str, Any]] = []
         for mark in tables:
             names = _columns(mark.args[0])
-            rows = [dict(zip(names, v if len(names) > 1 else (v,))) for v in mark.args[1]]
+            rows = [
+                dict(zip(names, v if len(names) > 1 else (v,), strict=False)) for v in mark.args[1]
+            ]
             if set(names) & set(TIME_COLUMNS):
                 timed = rows
             else:
@@ -337,17 +339,20 @@ def _autotune_points(checkout: Path) -> list[Point]:
                     family="matmul",
                     source=source,
                     chip_us=us,
-                    trace=lambda path=path, name=name: _run_file(checkout / path, name),
+                    trace=lambda path=path, name=name: _run_file(checkout, path, name),
                     order="source" if order == "source" else "compiler",
                 )
             )
     return points
 
 
-def _run_file(path: Path, name: str) -> Trace:
+def _run_file(checkout: Path, path: str, name: str) -> Trace:
     """Run a kernel of a file on two square matrices, on one core."""
     nki_sim.provide()
-    spec = importlib.util.spec_from_file_location(f"autotune_{name}", path)
+    for place in (checkout, checkout / "nkigym" / "src", checkout / "autotune" / "src"):
+        if str(place) not in sys.path:
+            sys.path.append(str(place))
+    spec = importlib.util.spec_from_file_location(f"autotune_{name}", checkout / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -368,20 +373,20 @@ def kept_trace(point: Point, folder: Path | None, seconds: float) -> Trace:
     """Return the trace of a point, from the folder where it was kept or by simulation.
 
     Raises:
-        OutOfTimeError: simulating takes over `seconds`, now or when it was tried before.
+        OutOfTimeError: simulating takes over `seconds` of processor time, now or when it was tried before.
     """
     place = folder and folder / f"{hashlib.sha256(point.kernel.encode()).hexdigest()[:16]}.pickle"
     if place is not None and place.is_file():
         found: Trace = pickle.loads(gzip.decompress(place.read_bytes()))
         return found
-    before = signal.signal(signal.SIGALRM, _out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, _out_of_time)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         with contextlib.redirect_stdout(None):
             trace = point.trace()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished = place.with_suffix(".part")
