@@ -1,27 +1,27 @@
 """The time of a run as one number and a range.
 
-What is not known of a chip has three parts. Coefficients have ranges (`Provenance.quick` and
-`slow`). The back edge of a dynamic loop lets queues pass, stops the engines, or drains all
-transfers. And a compiler that may reorder is somewhere between the order of the source and a list
-schedule; where its scheduling is off, as in the vendor's own measurements of its library, the order
-of the source is the order.
+The number is the time in the order of the source: the vendor measures its library with the
+compiler's scheduling off, and published times of whole models are nearer to it than to a list
+schedule. What is not known makes the range: coefficients (`Provenance.quick` and `slow`); whether
+the back edge of a dynamic loop lets queues pass, stops the engines, or drains all transfers; and,
+below, a compiler that reorders.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from nki_sim.hardware import TRN2, Hardware
 from nki_sim.time.prepare import TimelineOptions
-from nki_sim.time.schedule_model import VENDOR, ScheduleModel
+from nki_sim.time.schedule_model import ScheduleModel
 from nki_sim.time.timeline import schedule
 from nki_sim.trace import Trace
 
 Order = Literal["source", "compiler"]
 _LIKELY: Final = ScheduleModel(loop_edge="engines")
 _QUICK: Final = ScheduleModel(sendrecv="pipelined")
+_REORDERED: Final = replace(_QUICK, order="list")
 _SLOW: Final = ScheduleModel(loop_edge="drain")
 
 
@@ -51,8 +51,8 @@ def estimate(
         trace: the record of the run.
         chip: the chip it is to run on.
         options: how to price transfers and place tensors; the model in it is replaced.
-        order: "source" where the compiler's scheduling is off, else "compiler": then the likely
-            time is the geometric mean of the order of the source and a list schedule.
+        order: "source" where the compiler's scheduling is off, else "compiler": the low end is then
+            that of a list schedule.
         is_alone: whether the kernel is a program of its own, whose start and end count, too; a
             kernel in a graph adds neither.
     """
@@ -64,9 +64,5 @@ def estimate(
         return (timeline.total_ns + launch_ns) / 1e3
 
     us, slow_us = time_us(_LIKELY, chip), time_us(_SLOW, chip.at("slow"))
-    if order == "source":
-        quick_us = time_us(_QUICK, chip.at("quick"))
-    else:
-        us = math.sqrt(us * time_us(replace(VENDOR, vector_overlaps=None), chip))
-        quick_us = time_us(replace(VENDOR, loop_edge="free"), chip.at("quick"))
+    quick_us = time_us(_QUICK if order == "source" else _REORDERED, chip.at("quick"))
     return Estimate(low_us=min(quick_us, us), us=us, high_us=max(slow_us, us))

@@ -51,8 +51,8 @@ MENU = Menu(
             "a MoE layer on all ranks, their sum inside the launch or after it (simulated)",
         ),
         "anchors": (
-            "lab.bench.anchors.models",
-            "published times of the chip beside both corners of the clock (simulated)",
+            "lab.bench.anchors",
+            "strangers' chip times beside the estimates of the clock (simulated)",
         ),
     },
 )

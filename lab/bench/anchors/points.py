@@ -373,7 +373,7 @@ def kept_trace(point: Point, folder: Path | None, seconds: float) -> Trace:
     """Return the trace of a point, from the folder where it was kept or by simulation.
 
     Raises:
-        OutOfTimeError: simulating takes over `seconds` of processor time, now or when it was tried before.
+        OutOfTimeError: simulating takes over `seconds` of processor time.
     """
     place = folder and folder / f"{hashlib.sha256(point.kernel.encode()).hexdigest()[:16]}.pickle"
     if place is not None and place.is_file():
