@@ -32,8 +32,6 @@ _PLAYED: Final = frozenset(
         "stationary_reuse_skips_load",
         "table_load_ns",
         "tensor_clock_ghz",
-        "tile_issue_cycles",
-        "tile_streams",
     }
 )
 

@@ -69,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             rows.append(row_of(point, options.traces, options.seconds))
             outcome = f"{rows[-1].estimate_us / point.chip_us:.2f}"
+        except KeyboardInterrupt:
+            missed["stopped by the user"] = len(points) - number + 1
+            break
         except Exception as error:  # noqa: BLE001  whatever a stranger's kernel or test raises
             outcome = f"{type(error).__name__}: {str(error)[:80]}"
             missed[f"{point.family}: {type(error).__name__}"] += 1
