@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from neuron_moe import moe
+from neuron_moe.dispatch.shuffle import build_shuffle
 from neuron_moe.errors import WeightError, check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.nxd_compat import loading
@@ -16,7 +17,6 @@ from neuron_moe.nxd_compat.nxd import adopt_groups
 from neuron_moe.nxd_compat.tuning import refuse, refuse_tkg_switches, tkg_remarks
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, as_collectives
-from neuron_moe.parallel.shuffle import build_shuffle
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import LayerOptions
@@ -121,7 +121,7 @@ class MoE(moe.MoE):
             model_group=None if group is None else as_collectives(group, "model"),
             shuffle=build_shuffle(token_shuffle_group_size, token_shuffle_seed),
         )
-        _refuse_group(router, self.parallel.groups["prefill"].model)
+        _refuse_group(router, self.groups["prefill"].model)
         if tkg_config is not None and backend == "nki":
             normalizes = router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
             has_shared = shared_experts is not None

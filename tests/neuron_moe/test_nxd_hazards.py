@@ -20,7 +20,7 @@ from neuron_moe import (
 from neuron_moe.nxd_compat import initialize_moe_module
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
 from neuron_moe.weights.narrow import NarrowMatrices
 from tests.neuron_moe.parallel.conftest import run_ranks  # noqa: F401  a fixture
 

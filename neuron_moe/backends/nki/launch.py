@@ -20,7 +20,7 @@ import nki_sim
 from neuron_moe.backends.nki import operators
 from neuron_moe.device import is_traced
 from neuron_moe.versions import check_version
-from nki_kernels import IS_SIMULATED  # whoever imports this module can import nki
+from nki_kernels import IS_SIMULATED
 from nki_kernels.outputs import Output, outputs_of
 
 if not IS_SIMULATED:

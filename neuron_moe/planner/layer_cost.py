@@ -1,0 +1,247 @@
+"""Time of one MoE layer on the busiest rank of a layout: computed from documented peaks.
+
+    layer = router + experts of the busiest rank + shared experts + collectives   (nothing overlaps)
+    experts = max(tensor engine, HBM)                                             (these two do)
+
+Tensor engine, prefill: 128-row tiles of each expert's rows; per tile 3 H ceil(I/128) columns and
+the PE's transposes, or gate and up packed where I is narrow; rows or I are split over the physical
+cores of a rank. Decode: every 128 x 128 tile of each touched expert once, at least 64 columns.
+HBM: the weights of the experts the path reads, and rows: read, written and read again between
+dispatch and combine, and each output row written once.
+
+What is left out flatters all layouts alike: norms, attention, kernel launches, run lengths of DMAs,
+refetching of weights. Overlap of communication with work is left out too, and favours layouts that
+communicate little.
+
+Axes: T tokens, K choices, H hidden, I intermediate of a rank, E physical experts, D expert-parallel
+ranks.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from neuron_moe.dispatch.all_to_all import destinations
+from neuron_moe.dispatch.tokens import AFFINITY_BYTES, INDEX_BYTES
+from neuron_moe.paths import choose_path
+from neuron_moe.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.planner.collective_times import ROW_BYTES, around_experts
+from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """Tokens of one forward and where their experts are.
+
+    Args:
+        phase: 'prefill' or 'decode'.
+        physical_TK: [T, K] int32 physical expert of each choice.
+        num_physical: E, replicas counted.
+    """
+
+    phase: str
+    physical_TK: Tensor
+    num_physical: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.physical_TK.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Where the time of a layer goes, in microseconds, on the busiest rank.
+
+    Attributes:
+        total_us: all of it.
+        router_us: scores and choice.
+        tensor_us: routed experts on the tensor engine.
+        hbm_us: routed experts' bytes.
+        shared_us: shared experts.
+        collective_us: all collectives.
+        bound: what decides the experts' time, 'tensor engine' or 'HBM'.
+        path: which path the experts take.
+        busiest_over_mean: rows of the busiest expert-parallel rank over the mean.
+        wire_bytes: bytes the collectives bring to a rank.
+    """
+
+    total_us: float
+    router_us: float
+    tensor_us: float
+    hbm_us: float
+    shared_us: float
+    collective_us: float
+    bound: str
+    path: str
+    busiest_over_mean: float
+    wire_bytes: float
+
+    @property
+    def experts_us(self) -> float:
+        """Time of the routed experts."""
+        return max(self.tensor_us, self.hbm_us)
+
+
+def layer_cost(
+    model: ModelSizes, machine: Machine, tp: int, ep: int, strategy: str, work: RoutedTokens
+) -> LayerCost:
+    """Compute the cost of one layer.
+
+    Args:
+        model: its sizes.
+        machine: where it runs.
+        tp: ranks that split an expert.
+        ep: ranks that split the experts.
+        strategy: 'replicate' or 'all_to_all'.
+        work: the tokens.
+    """
+    per_rank = work.num_physical // ep
+    flat = work.physical_TK.reshape(-1).long()
+    load_DE = torch.bincount(flat, minlength=work.num_physical).view(ep, per_rank)
+    rows_D = destinations(work.physical_TK, per_rank, ep).sum(
+        0
+    )  # distinct tokens that reach a rank
+    path = choose_path(
+        work.phase, work.num_tokens, model.top_k, work.num_physical, num_local_experts=per_rank
+    ).path
+    written_D = rows_D if strategy == "all_to_all" else torch.full_like(rows_D, work.num_tokens)
+    width = ceil(model.intermediate_size / tp)
+    tensor_D = _tensor_ns(model, machine, width, work.phase, load_DE)
+    hbm_D = _hbm_ns(model, machine, width, path, load_DE, written_D)
+    busiest = int(torch.maximum(tensor_D, hbm_D).argmax())
+    tensor_us, hbm_us = float(tensor_D[busiest]) / 1e3, float(hbm_D[busiest]) / 1e3
+    own = _own_tokens(work, strategy, tp * ep)
+    router_us = _router_ns(model, machine, own) / 1e3
+    shared_us = _shared_ns(model, machine, work.num_tokens, tp * ep) / 1e3
+    if strategy == "all_to_all":
+        collective_ns, wire = _exchange(model, machine, tp, ep, work, float(rows_D.max()))
+    else:
+        collective_ns, wire = _replicate(model, machine, tp * ep, work)
+    collective_us = collective_ns / 1e3
+    load_D = load_DE.sum(1).double()
+    return LayerCost(
+        total_us=router_us + max(tensor_us, hbm_us) + shared_us + collective_us,
+        router_us=router_us,
+        tensor_us=tensor_us,
+        hbm_us=hbm_us,
+        shared_us=shared_us,
+        collective_us=collective_us,
+        bound="tensor engine" if tensor_us > hbm_us else "HBM",
+        path=path,
+        busiest_over_mean=float(load_D.max() / load_D.mean()),
+        wire_bytes=wire,
+    )
+
+
+def _own_tokens(work: RoutedTokens, strategy: str, ranks: int) -> int:
+    """Return the tokens a rank routes: all of a replicated decode batch, else its share."""
+    is_shared_out = work.phase == "prefill" or strategy == "all_to_all"
+    return ceil(work.num_tokens / ranks) if is_shared_out else work.num_tokens
+
+
+def tile_cycles(hidden: int, width: int) -> float:
+    """Return tensor engine cycles of one 128-row tile through an expert on one physical core."""
+    rows = COEFFICIENTS["tile_rows"].value
+    plain = 3 * hidden * ceil(width / rows) + rows * ceil(hidden / rows)
+    packed = hidden * ceil(2 * width / rows) + hidden * ceil(width / 32) / 4
+    return min(plain, packed)
+
+
+def matmul_cycles(rows: int, contracted: int, columns: int) -> float:
+    """Return cycles of [rows, contracted] @ [contracted, columns] in bf16 on one physical core.
+
+    Either operand may be the stationary one, in 128 x 128 tiles; the other streams through each
+    tile, at least 64 columns at a time.
+    """
+    tile, least = COEFFICIENTS["tile_rows"].value, COEFFICIENTS["least_columns"].value
+    deep = ceil(contracted / tile)
+    return deep * min(
+        ceil(columns / tile) * max(rows, least), ceil(rows / tile) * max(columns, least)
+    )
+
+
+def _tensor_ns(
+    model: ModelSizes, machine: Machine, width: int, phase: str, load_DE: Tensor
+) -> Tensor:
+    clock = COEFFICIENTS["tensor_clock_ghz"].value
+    rows = COEFFICIENTS["tile_rows"].value
+    if phase == "decode":
+        tiles = 3 * model.hidden_size * width / (rows * COEFFICIENTS["tile_columns"].value)
+        columns_DE = load_DE.clamp(min=int(COEFFICIENTS["least_columns"].value)) * (load_DE > 0)
+        return columns_DE.sum(1).double() * tiles / clock / machine.lnc
+    tiles_D = torch.ceil(load_DE / rows).sum(1).double()
+    by_rows = tile_cycles(model.hidden_size, width) / machine.lnc
+    by_width = tile_cycles(model.hidden_size, ceil(width / machine.lnc))
+    return tiles_D * min(by_rows, by_width) / clock
+
+
+def _hbm_ns(
+    model: ModelSizes,
+    machine: Machine,
+    width: int,
+    path: str,
+    load_DE: Tensor,
+    written_D: Tensor,
+) -> Tensor:
+    expert = 3 * model.hidden_size * width * WEIGHT_BYTES[model.weight_format]
+    touched_D = (load_DE > 0).sum(1).double()
+    if path == "all_experts":
+        touched_D = torch.full_like(touched_D, load_DE.shape[1])
+    row = model.hidden_size * ROW_BYTES
+    moved_D = 3 * load_DE.sum(1).double() * row + written_D.double() * row
+    return (touched_D * expert + moved_D) / machine.hbm_bytes_per_ns
+
+
+def _router_ns(model: ModelSizes, machine: Machine, tokens: int) -> float:
+    """Float32 scores of the own tokens; the weights are read in float32."""
+    cycles = matmul_cycles(tokens, model.hidden_size, model.num_experts)
+    tensor = cycles * COEFFICIENTS["fp32_passes"].value / COEFFICIENTS["tensor_clock_ghz"].value
+    moved = model.hidden_size * (4 * model.num_experts + tokens * ROW_BYTES)
+    return max(tensor / machine.lnc, moved / machine.hbm_bytes_per_ns)
+
+
+def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> float:
+    """Shared experts split over all ranks, for all tokens."""
+    if not model.shared_size:
+        return 0.0
+    width = ceil(model.shared_size / ranks)
+    cycles = matmul_cycles(tokens, model.hidden_size, 2 * width)
+    cycles += matmul_cycles(tokens, width, model.hidden_size)
+    tensor = cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc
+    moved = model.shared_bytes / ranks + tokens * model.hidden_size * ROW_BYTES
+    return max(tensor, moved / machine.hbm_bytes_per_ns)
+
+
+def _replicate(
+    model: ModelSizes, machine: Machine, ranks: int, work: RoutedTokens
+) -> tuple[float, float]:
+    """All-gather and reduce-scatter in prefill, one all-reduce in decode."""
+    found = around_experts(
+        machine,
+        work.num_tokens,
+        model.hidden_size,
+        model.top_k,
+        ranks,
+        is_split=work.phase == "prefill",
+    )
+    return 1e3 * sum(each.us for each in found), sum(each.wire_bytes for each in found)
+
+
+def _exchange(
+    model: ModelSizes, machine: Machine, tp: int, ep: int, work: RoutedTokens, busiest_rows: float
+) -> tuple[float, float]:
+    """Counts, rows there and back over the expert group, gather and sum over the tensor group."""
+    row = model.hidden_size * ROW_BYTES
+    routing = model.top_k * (INDEX_BYTES + AFFINITY_BYTES)
+    arriving = busiest_rows / tp
+    counts = machine.gather_ns(ep * ep * 4, ep) + machine.gather_ns(tp * ep * ep * 4, tp)
+    there = machine.exchange_ns(arriving * (row + routing), ep, tp)
+    there += machine.gather_ns(busiest_rows * (row + routing), tp)
+    back = machine.exchange_ns(arriving * row, ep, tp) + machine.gather_ns(busiest_rows * row, tp)
+    if work.phase == "decode":  # the tokens were the same on all ranks, and are to be so again
+        back += machine.gather_ns(work.num_tokens * row, tp * ep)
+    wire = (arriving * (ep - 1) / ep + busiest_rows * (tp - 1) / tp) * (2 * row + routing)
+    return counts + there + back, wire
