@@ -26,10 +26,16 @@ Kind = Literal["documented", "measured", "assumed"]
 
 
 class Provenance(NamedTuple):
-    """Where a number comes from."""
+    """Where a number comes from.
+
+    `quick` and `slow` are the ends of what it may be, by the time that they give; None where the
+    source leaves no choice or the estimate of a time does not ask (nki_sim/time/estimate.py).
+    """
 
     kind: Kind
     source: str
+    quick: float | None = None
+    slow: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,7 @@ class Hardware:
     stationary_load_floor_cycles: float
     stationary_reuse_skips_load: int
     tile_issue_cycles: float
+    tile_streams: float
     ramp_start_share: float
     ramp_ns: float
 
@@ -113,6 +120,7 @@ class Hardware:
     # DMA
     dma_engines: int
     dma_rows_per_engine: int
+    dma_rings: int
     dma_engine_bytes_per_ns: float
     dma_run_ns: float
     dma_single_queue_run_ns: float
@@ -131,6 +139,8 @@ class Hardware:
     hbm_bytes_per_ns: float
 
     # Synchronisation, registers, loops
+    launch_ns: float
+    launch_pair_ns: float
     semaphore_ns: float
     loop_trip_ns: float
     register_load_sbuf_ns: float
@@ -157,6 +167,19 @@ class Hardware:
             KeyError: there is no such field.
         """
         return _SOURCES[self.name][field]
+
+    def at(self, end: Literal["quick", "slow"]) -> Hardware:
+        """Return a copy with every number that has a range at one of its ends."""
+        changes: dict[str, Any] = {}
+        for name, source in _SOURCES[self.name].items():
+            value = getattr(source, end)
+            if value is not None:
+                changes[name] = value
+        return dataclasses.replace(self, **changes)
+
+    def launch_cost_ns(self, cores: int) -> float:
+        """Return what a program that is a kernel alone takes before and after the kernel."""
+        return self.launch_ns + (self.launch_pair_ns if cores > 1 else 0.0)
 
     def fields_of_kind(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of all numbers whose source is of this kind."""
@@ -213,16 +236,16 @@ NEUTRAL: Final = {
 """Fields that change no time at this value: times of before they were there hold."""
 
 
-def _d(source: str) -> Provenance:
-    return Provenance("documented", source)
+def _d(source: str, quick: float | None = None, slow: float | None = None) -> Provenance:
+    return Provenance("documented", source, quick, slow)
 
 
-def _m(source: str) -> Provenance:
-    return Provenance("measured", source)
+def _m(source: str, quick: float | None = None, slow: float | None = None) -> Provenance:
+    return Provenance("measured", source, quick, slow)
 
 
-def _a(source: str) -> Provenance:
-    return Provenance("assumed", source)
+def _a(source: str, quick: float | None = None, slow: float | None = None) -> Provenance:
+    return Provenance("assumed", source, quick, slow)
 
 
 TRN2: Final = Hardware(
@@ -252,6 +275,7 @@ TRN2: Final = Hardware(
     stationary_load_floor_cycles=16,
     stationary_reuse_skips_load=1,
     tile_issue_cycles=16,
+    tile_streams=2.0,
     ramp_start_share=0.5,
     ramp_ns=3000.0,
     vector_overhead_cycles=144,
@@ -285,6 +309,7 @@ TRN2: Final = Hardware(
     swdge_index_ns=8.0,
     dma_engines=16,
     dma_rows_per_engine=8,
+    dma_rings=4,
     dma_engine_bytes_per_ns=27.2,
     dma_run_ns=32.0,
     dma_single_queue_run_ns=106.25,
@@ -301,6 +326,8 @@ TRN2: Final = Hardware(
     dma_skipped_row_share=0.5,
     dma_register_ns=100.0,
     hbm_bytes_per_ns=716.0,
+    launch_ns=11_000.0,
+    launch_pair_ns=8_500.0,
     semaphore_ns=30.0,
     loop_trip_ns=300.0,
     register_load_sbuf_ns=200.0,
@@ -335,7 +362,9 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "gpsimd_clock_ghz": _d("ARCH2"),
     "array_rows": _d("ARCH2"),
     "array_columns": _d("ARCH2"),
-    "matmul_floor_cycles": _d("ARCH1: one matmul per max(N, 64) cycles; stated for v2"),
+    "matmul_floor_cycles": _d(
+        "ARCH1: one matmul per max(N, 64) cycles; stated for v2; PERF: 64 or 128", 64, 128
+    ),
     "matmul_calibration_factor": _m("BND V2: 8,192 matmuls of N=512 in 1,781 us"),
     "psum_accumulate_factor": _m("BND V2: matmuls that add up 32 deep run at 98 % of the peak"),
     "matmul_drain_ns": _m("OPT zoomed profile: 590 ns bars at 430 ns intervals"),
@@ -346,11 +375,14 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "stationary_load_floor_cycles": _a("no figure; a quarter of the matmul floor"),
     "stationary_reuse_skips_load": _a("the compiler is taken to keep an unchanged stationary tile"),
     "tile_issue_cycles": _a("ISA says that disjoint tiles run at once; the gap is not published"),
+    "tile_streams": _m(
+        "ARCH2: 2 x 128 elements a cycle enter the array; fit to QoR of LIB's mlp_tkg", 4.0, 2.0
+    ),
     "ramp_start_share": _d("EXPL: about 50 % of the peak at the start"),
     "ramp_ns": _d("EXPL: about 3 us; the linear shape is ours"),
     "vector_overhead_cycles": _m("LIB topk tuner uses 144; BND copies take (512 + 145) cycles"),
     "vector_floor_cycles": _d("ARCH1: minimum initiation interval"),
-    "vector_overlaps_independent": _a("BND copies behave as if nothing overlaps"),
+    "vector_overlaps_independent": _a("BND copies behave as if nothing overlaps", 1, 0),
     "two_input_share": _d("ARCH1: about 2N cycles for two tensor inputs"),
     "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said"),
     "scan_share": _d("older ISA cost lines: 2N"),
@@ -385,9 +417,12 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "swdge_index_ns": _a("not published"),
     "dma_engines": _d("ARCH2"),
     "dma_rows_per_engine": _d("DMAOV: an engine serves 8 of 128 rows"),
-    "dma_engine_bytes_per_ns": _d("DMAOV; DMABW uses 23 for planning"),
+    "dma_rings": _d("DMAOV: 16 queues on each engine; 4 and 16 fit QoR of LIB's mlp_tkg alike"),
+    "dma_engine_bytes_per_ns": _d("DMAOV; DMABW uses 23 for planning", 27.2, 23.0),
     "dma_run_ns": _m(
-        "fit to the DMA-bound profiles: OPT naive kernel, INV mixed DGE, DMAOV [4, 4096]"
+        "fit to the DMA-bound profiles: OPT naive kernel, INV mixed DGE, DMAOV [4, 4096]",
+        16.0,
+        48.0,
     ),
     "dma_single_queue_run_ns": _m("DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"),
     "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
@@ -405,8 +440,12 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "dma_skipped_row_share": _a("not published"),
     "dma_register_ns": _a("not published"),
     "hbm_bytes_per_ns": _m(
-        "OPT profiler: 273 GB/s shown as 38.06 %; CHIP says 2.9 TB/s for 4 stacks"
+        "OPT profiler: 273 GB/s shown as 38.06 %; CHIP says 2.9 TB/s for 4 stacks",
+        750.0,
+        674.0,
     ),
+    "launch_ns": _m("fit to QoR of LIB's mlp_tkg on one core", 8_000.0, 16_000.0),
+    "launch_pair_ns": _m("fit to QoR of LIB's mlp_tkg on two cores", 4_500.0, 12_500.0),
     "semaphore_ns": _m("DMAOV figures: 10 to 35 ns"),
     "loop_trip_ns": _a("not published"),
     "register_load_sbuf_ns": _a("not published"),
@@ -417,7 +456,7 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
         "older ISA cost lines: at least 600 cycles for a copy on v2, four times its overhead"
     ),
     "core_barrier_ns": _a("not published; two halves of the DMA completion path"),
-    "sendrecv_ns": _a("not published"),
+    "sendrecv_ns": _a("not published", 1_000.0, 4_000.0),
     "gpsimd_sendrecv_ns": _a("ISA calls it low latency without a figure"),
     "gpsimd_sendrecv_bytes_per_ns": _d("ARCH2: 307 GB/s for both directions"),
     "collective_base_ns": _m("CC: nccom-test samples; platform not named there"),

@@ -155,7 +155,7 @@ def mend(source: str) -> str:
     return source
 
 
-def _answer(library: Path) -> None:
+def answer_imports(library: Path) -> None:
     """Let the suite import what it needs."""
     provide(force=True)
     neuron_dtypes.provide_neuron_dtypes()
@@ -297,7 +297,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Answer the suite's imports before pytest imports its conftest.py."""
-    _answer(Path(os.environ[LIBRARY_VARIABLE]).resolve())
+    answer_imports(Path(os.environ[LIBRARY_VARIABLE]).resolve())
     known = early_config.known_args_namespace
     _session.limit = known.vendor_seconds
     _session.wanted = read_list(Path(known.vendor_list)) if known.vendor_list else None

@@ -46,7 +46,8 @@ class MatmulPrice:
     """Tensor engine work at full clock: loading the stationary tile, streaming the moving one.
 
     `useful_ns` is the streaming time weighted with the share of the array in use. `cells` are the
-    32 x 32 parts of the array it occupies, numbered 4 * row + column; empty for all of it.
+    32 x 32 parts of the array it occupies, numbered 4 * row + column; empty for all of it. On a
+    part, the next matmul may start `issue_ns` later on another one.
     """
 
     load_ns: float
@@ -55,6 +56,7 @@ class MatmulPrice:
     useful_ns: float
     flops: int
     cells: tuple[int, ...]
+    issue_ns: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,11 @@ def price_matmul(facts: MatmulFacts, chip: Hardware) -> MatmulPrice:
         depth = 2
     elif facts.stationary_dtype.endswith("_x4"):
         depth = 4
+    issue = chip.tile_issue_cycles * cycle_ns
+    if facts.tile:
+        # Moving rows enter at tile_streams times the height of the array each cycle.
+        height = facts.tile[2] / chip.array_rows
+        issue = max(issue, stream * height / chip.tile_streams)
     return MatmulPrice(
         load_ns=passes * columns * cycle_ns,
         stream_ns=stream * chip.matmul_calibration_factor,
@@ -138,6 +145,7 @@ def price_matmul(facts: MatmulFacts, chip: Hardware) -> MatmulPrice:
         useful_ns=passes * facts.n * cycle_ns * rows_used * columns_used,
         flops=0 if facts.is_transpose else 2 * facts.k * depth * facts.m * facts.n,
         cells=_cells(facts.tile),
+        issue_ns=issue,
     )
 
 
@@ -284,6 +292,8 @@ def price_dma(facts: DmaFacts, chip: Hardware) -> DmaPrice:
     pieces = max(facts.rows, facts.hbm_runs) if facts.transpose else facts.runs
     skipped = facts.skipped_rows * chip.dma_skipped_row_share / engines
     runs = math.ceil(pieces / engines) + skipped
+    if facts.transpose == "2-byte":
+        runs = 0  # its unit is fed by blocks, not row by row
     data = facts.moved_bytes / engines
     share = 1.0
     if facts.transpose == "4-byte":

@@ -19,6 +19,7 @@ is overwritten as a whole is forgotten, so that the set to search stays small.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -46,7 +47,10 @@ _MANY: Final = 1024  # above, overlaps are not kept for every region
 
 @dataclass(slots=True)
 class Queue:
-    """One in-order stream of one core and the nodes it runs."""
+    """One in-order stream of one core and the nodes it runs.
+
+    Transfers take the rings of their way of triggering in turn, which share its name.
+    """
 
     name: str
     core: int
@@ -274,7 +278,7 @@ class _Core:
         self._regions = regions
         self._edges = edges
         self._number = number
-        self._queue_of: dict[str, int] = {}
+        self._own_queues: list[int] = []
         self._tensor_queue = -1
         self._overlaps = regions.overlaps
         self._append = edges.append
@@ -297,12 +301,17 @@ class _Core:
         first: NDArray[np.int64],
     ) -> None:
         """Walk the stream in program order."""
-        graph, trace = self._graph, self._trace
-        for pair in np.unique(pairs[stream]).tolist():
-            if queue_names[pair] and queue_names[pair] not in self._queue_of:
-                self._queue_of[queue_names[pair]] = len(graph.queues)
-                graph.queues.append(Queue(queue_names[pair], self._number))
-        self._tensor_queue = self._queue_of.get("tensor", -1)
+        graph, trace, chip = self._graph, self._trace, self._chip
+        turns: dict[str, itertools.cycle[int]] = {}
+        for name in dict.fromkeys(queue_names[pair] for pair in np.unique(pairs[stream]).tolist()):
+            if name:
+                count = chip.dma_rings if name.endswith(("-load", "-store")) else 1
+                own = range(len(graph.queues), len(graph.queues) + count)
+                graph.queues.extend(Queue(name, self._number) for _ in own)
+                self._own_queues.extend(own)
+                turns[name] = itertools.cycle(own)
+                if name == "tensor":
+                    self._tensor_queue = own[0]
         ring, on_chip = self._lifetimes(stream, columns, operands, first)
         of_range, memory_of = self._regions.of_range, self._regions.memory
         written, unborn, read, write = self._regions.written, set(on_chip), self._read, self._write
@@ -315,7 +324,7 @@ class _Core:
             if not name:
                 self._loop_step(index, facts)
                 continue
-            queue = self._queue_of[name]
+            queue = next(turns[name])
             graph.queue[index] = queue
             graph.queues[queue].nodes.append(index)
             begin, end = begin_of[index], begin_of[index + 1]
@@ -513,7 +522,7 @@ class _Core:
         """Give every queue of the core its own node for a step of a dynamic loop."""
         graph = self._graph
         own = True
-        for queue in self._queue_of.values():
+        for queue in self._own_queues:
             node = index
             if not own:
                 node = len(graph.instruction)

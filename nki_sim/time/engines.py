@@ -28,7 +28,6 @@ class Array:
         "_end",
         "_floor",
         "_free",
-        "_issue_ns",
         "_load_end",
         "_slope",
         "_stream_start",
@@ -38,7 +37,6 @@ class Array:
     def __init__(self, chip: Hardware, warms_up: bool) -> None:
         self._floor = chip.ramp_start_share if warms_up else 1.0
         self._slope = (1.0 - self._floor) / chip.ramp_ns
-        self._issue_ns = chip.tile_issue_cycles / chip.tensor_clock_ghz
         self._clock = self._floor
         self._end = 0.0
         self._load_end = 0.0
@@ -67,7 +65,7 @@ class Array:
         free, cells = self._free, price.cells
         if cells:
             free = max(self._whole_end, max(self._cells[cell] for cell in cells))
-            free = max(free, self._stream_start + self._issue_ns)
+            free = max(free, self._stream_start + price.issue_ns)
         stream = loaded if loaded > free else free
         end = self._stream(stream, price.stream_ns)
         if cells:

@@ -176,7 +176,7 @@ class Player:
     def _begin(self) -> None:
         """Push what can start at once."""
         for queue in self._graph.queues:
-            if not self._waits[queue.nodes[0]]:
+            if queue.nodes and not self._waits[queue.nodes[0]]:
                 heapq.heappush(self._heap, (0.0, queue.nodes[0]))
 
     def _step(self, now: float, node: int) -> int:

@@ -71,6 +71,8 @@ def queue_and_price(op: str, engine: int, facts: tr.Facts, chip: Hardware) -> tu
         is_loop = facts.kind.startswith("loop")
         name = tr.ENGINE_NAMES[engine if engine < tr.DMA else tr.SYNC]
         return "" if is_loop else name, price_control(facts, chip)
+    if op == "memset" and facts.spaces[0] == tr.PSUM:
+        engine = tr.GPSIMD
     return tr.ENGINE_NAMES[engine], price_compute(op, engine, facts, chip)
 
 

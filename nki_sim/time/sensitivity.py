@@ -32,7 +32,6 @@ _PLAYED: Final = frozenset(
         "stationary_reuse_skips_load",
         "table_load_ns",
         "tensor_clock_ghz",
-        "tile_issue_cycles",
     }
 )
 
@@ -43,6 +42,7 @@ FIXED: Final = frozenset(
         "array_rows",
         "cores_per_chip",
         "dma_engines",
+        "dma_rings",
         "generation",
         "hbm_bytes_per_core",
         "partitions",
@@ -60,6 +60,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "DMA runs": ("dma_run_ns", "dma_single_queue_run_ns", "dma_skipped_row_share"),
     "DMA transposes": ("dma_transpose_4byte_share",),
     "DMA ends": ("dma_first_byte_ns", "dma_done_ns", "dma_register_ns", "semaphore_ns"),
+    "launch": ("launch_ns", "launch_pair_ns"),
     "exchange": ("sendrecv_ns", "gpsimd_sendrecv_ns", "core_barrier_ns"),
     "collectives": ("collective_base_ns", "collective_hop_ns", "collective_bytes_per_ns"),
     "Tensor": (
@@ -67,6 +68,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "psum_accumulate_factor",
         "stationary_load_floor_cycles",
         "tile_issue_cycles",
+        "tile_streams",
     ),
     "Vector": ("vector_overhead_cycles", "accumulator_read_cycles"),
     "Vector rates": ("two_input_16bit_share", "fast_copy_fp8_speedup", "wide_stride_share"),

@@ -20,6 +20,8 @@ COEFFICIENTS: Final = tuple(
 """All that is fitted, launch included."""
 
 NOT_MEASURED: Final = {
+    "launch_pair_ns": "no probe launches two cores",
+    "tile_streams": "no probe runs more than two tiles at once",
     "collective_base_ns": "needs several ranks",
     "collective_hop_ns": "needs several chips",
     "collective_bytes_per_ns": "needs several chips",

@@ -52,7 +52,7 @@ MENU = Menu(
         ),
         "anchors": (
             "lab.bench.anchors",
-            "published times of the chip beside both corners of the clock (simulated)",
+            "strangers' chip times beside the estimates of the clock (simulated)",
         ),
     },
 )

@@ -69,6 +69,7 @@ NO_TIMES = {
     "psum_banks",
     "psum_bank_bytes",
     "hbm_bytes_per_core",
+    "dma_rings",
     "array_rows",
     "array_columns",
 }
@@ -83,7 +84,7 @@ def _price_what_no_probe_has(chip: Hardware) -> list[Any]:
     for size in (1 << 16, 1 << 22, 1 << 27):
         reduce = SyncFacts("all_reduce", (), 8, moved_bytes=size, ranks=8)
         priced.append(price_meeting(reduce, chip))
-    return priced
+    return [*priced, chip.launch_cost_ns(2)]
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Hardware)])

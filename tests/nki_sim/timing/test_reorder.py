@@ -143,7 +143,7 @@ def test_the_first_nodes_of_a_run_have_the_times_of_the_whole(
     whole = schedule(RandomTrace(make_builder, 3).trace, options=TimelineOptions(model=model))
     part = play(whole.prepared, whole.chip, whole.options, nodes)
     ended = [node for node, time in enumerate(part.visible) if time > 0.0]
-    assert nodes <= len(ended) < len(part.visible)
+    assert nodes - 1 <= len(ended) < len(part.visible)  # a loop may begin, and end that, at 0
     assert [part.visible[node] for node in ended] == [whole.result.visible[n] for n in ended]
     assert 0.0 <= part.total_ns < whole.total_ns
 

@@ -1,34 +1,26 @@
-"""neuron-moe bench anchors: published times of the chip beside what the simulator says.
+"""Twelve published times of a norm and of whole models, which the clock has met before.
 
-    neuron-moe bench anchors --library CHECKOUT
-
-An anchor is a time that somebody published for Trainium 2 with what was run. The vendor's own
-kernels run at those sizes, from the user's checkout, and are timed in both corners of what is left
-open about order and loops (nki_sim/time/schedule_model.py). What of a model is not such a kernel is
-added by formula: the weights of a layer that are not experts at the HBM rate or their
-multiplications at the peak, whichever takes longer, and two all-reduces. That leaves out attention
-itself, recurrences, and whatever the compiler adds: a lower bound, which is shown beside.
-
-Where it is not published which experts the tokens chose, the vendor's corner is timed with the
-least they can have touched and the in-order corner with the most.
+The vendor's own kernels run at the published sizes, from the user's checkout. What of a model is
+not such a kernel is added by formula: the weights of a layer that are not experts at the HBM rate
+or their multiplications at the peak, whichever takes longer, and two all-reduces. That leaves out
+attention itself, recurrences, and whatever the compiler adds. Where it is not published which
+experts the tokens chose, the low end has the fewest they can have touched and the high end the
+most. A kernel inside a model is no program of its own: nothing is added for a launch.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import nki_sim
+from lab.bench.anchors.report import Row
 from lab.bench.decode.cases import DecodeCase
 from lab.bench.decode.vendor import launch_vendor as launch_decode
 from lab.bench.prefill.vendor import DEPLOYED, Variant, launch_vendor
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
-from neuron_moe.tools.console import format_table, tell_json
-from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.layers import (
     BF16_BYTES,
     HBM_BYTES_PER_US,
@@ -38,9 +30,8 @@ from neuron_moe.tools.timing.layers import (
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import TRN2
 from nki_sim.time.costs import price_meeting
+from nki_sim.time.estimate import estimate
 from nki_sim.time.prepare import TimelineOptions
-from nki_sim.time.schedule_model import VENDOR
-from nki_sim.time.timeline import schedule
 from nki_sim.trace import SyncFacts
 
 CORES = 2
@@ -112,9 +103,8 @@ class Anchor:
         repeat: how often the kernel runs.
         rest_us: all of what is not the kernel, by formula.
         reuse: where tensors lie that have no address, if a document says so (`TimelineOptions`).
-        limit: "total": the simulated whole is to be the published one; "between": the corners are
-            bounds, because the routing is not known; "at most": the kernel is only a part of what
-            was published and has to be below.
+        limit: "total": the simulated whole is to be the published one; "between": the routing is
+            not known; "at most": the kernel is only a part of what was published.
         reason: why a time may lie outside, where that is known.
     """
 
@@ -128,30 +118,6 @@ class Anchor:
     reuse: Literal["late", "early"] = "late"
     limit: Limit = "total"
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """An anchor beside its simulated times, in microseconds.
-
-    `other_us` is the in-order time with tiles placed the other way than `reuse`: public profiles
-    show both. `lies` is inside, above or below the corners; `better` the corner with the smaller
-    error.
-    """
-
-    name: str
-    source: str
-    limit: str
-    published_us: float
-    vendor_us: float
-    in_order_us: float
-    other_us: float
-    rest_us: float
-    reuse: str
-    lies: str
-    better: str
-    error: float
-    reason: str
 
 
 SHARD_ON_I = Variant("shard_on_i_hybrid", DEPLOYED.block_size)
@@ -306,112 +272,31 @@ ANCHORS = (
 """The published times."""
 
 
-def measure(anchor: Anchor, library: VendorLibrary) -> Outcome:
-    """Simulate an anchor's kernel and time it in both corners."""
-    in_order = TimelineOptions(reuse=anchor.reuse)
-    otherwise = TimelineOptions(reuse="late" if anchor.reuse == "early" else "early")
-    corner = replace(in_order, model=VENDOR)
-    if anchor.most is None:
-        us = _times_us(anchor.launch, library, corner, in_order, otherwise)
-    else:
-        us = _times_us(anchor.launch, library, corner)
-        us += _times_us(anchor.most, library, in_order, otherwise)
-    vendor_us, in_order_us, other_us = (anchor.repeat * one + anchor.rest_us for one in us)
-    lies, better, error = judge(anchor.limit, anchor.published_us, vendor_us, in_order_us)
-    return Outcome(
-        name=anchor.name,
+FAMILY = "models and norms"
+_LIMITS = {"total": "", "between": "the routing is not published", "at most": "an upper bound"}
+
+
+def measure(anchor: Anchor, library: VendorLibrary) -> Row:
+    """Simulate an anchor's kernel and estimate the whole."""
+    options = TimelineOptions(reuse=anchor.reuse)
+    launches = [anchor.launch, *([anchor.most] if anchor.most else [])]
+    ends = []
+    for launch in launches:
+        ends.append(estimate(launch(library).trace, TRN2, options, is_alone=False))
+        gc.collect()  # tiles in circles of references count as alive in what runs next
+    likely_us = (ends[0].us * ends[-1].us) ** 0.5
+    low, us, high = (
+        anchor.repeat * one + anchor.rest_us
+        for one in (ends[0].low_us, likely_us, ends[-1].high_us)
+    )
+    return Row(
+        kernel=anchor.name,
+        family=FAMILY,
         source=anchor.source,
-        limit=anchor.limit,
-        published_us=anchor.published_us,
-        vendor_us=vendor_us,
-        in_order_us=in_order_us,
-        other_us=other_us,
-        rest_us=anchor.rest_us,
-        reuse=anchor.reuse,
-        lies=lies,
-        better=better,
-        error=error,
-        reason="" if lies == "inside" and anchor.limit == "total" else anchor.reason,
+        chip_us=anchor.published_us,
+        low_us=low,
+        estimate_us=us,
+        high_us=high,
+        half="fitted",
+        doubt=_LIMITS[anchor.limit],
     )
-
-
-def _times_us(launch: Launch, library: VendorLibrary, *timed: TimelineOptions) -> list[float]:
-    """Simulate a kernel once and time it in several ways."""
-    trace = launch(library).trace
-    times = [schedule(trace, TRN2, options).total_us for options in timed]
-    del trace
-    gc.collect()  # tiles in circles of references count as alive in what runs next
-    return times
-
-
-def judge(
-    limit: str, published_us: float, vendor_us: float, in_order_us: float
-) -> tuple[str, str, float]:
-    """Tell where a published time lies, which corner is nearer, and by how much that one is off.
-
-    Returns:
-        "inside", "above" or "below" (the corners; of an upper bound "inside" where a corner keeps
-        it); the corner; its time over the published one, less one.
-    """
-    times = {"vendor": vendor_us, "in-order": in_order_us}
-    errors = {corner: us / published_us - 1.0 for corner, us in times.items()}
-    better = min(errors, key=lambda corner: abs(errors[corner]))
-    low, high = sorted((vendor_us, in_order_us))
-    if limit == "at most":
-        return ("inside" if low <= published_us else "below"), better, errors[better]
-    lies = "below" if published_us < low else "above" if published_us > high else "inside"
-    return lies, better, errors[better]
-
-
-def mean_error(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean size of the error of the nearer corner, of those that are no bounds."""
-    errors = [abs(outcome.error) for outcome in outcomes if outcome.limit == "total"]
-    return sum(errors) / len(errors) if errors else 0.0
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of the anchors; times in milliseconds."""
-    head = ["published time", "ms", "vendor corner", "in order", "placed otherwise", "rest", "lies"]
-    lines = [[*head, "nearer", "error"]]
-    for outcome in outcomes:
-        mark = "<= " if outcome.limit == "at most" else ""
-        times = (outcome.vendor_us, outcome.in_order_us, outcome.other_us, outcome.rest_us)
-        lines.append(
-            [
-                outcome.name,
-                f"{mark}{outcome.published_us / 1e3:,.3f}",
-                *(f"{us / 1e3:,.3f}" for us in times),
-                outcome.lies,
-                outcome.better,
-                f"{outcome.error:+.0%}",
-            ]
-        )
-    notes = [f"{o.name}: {o.source}" + (f"; {o.reason}" if o.reason else "") for o in outcomes]
-    mean = f"mean error of the nearer corner: {mean_error(outcomes):.1%}"
-    return "\n".join([format_table(lines, numbers_from=1), mean, *notes])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the table; return 0, or 1 where a corner is contradicted without a reason."""
-    parser = Parser("bench anchors", __doc__)
-    parser.add_json_option()
-    default = os.environ.get(LIBRARY_VARIABLE)
-    parser.add_argument("--library", type=Path, default=default and Path(default))
-    parser.add_argument("--only", nargs="+", help="anchors with one of these words in their name")
-    options = parser.parse_args(argv)
-    if options.library is None:
-        raise ValueError(f"--library: name a checkout of the vendor's, or set {LIBRARY_VARIABLE}.")
-    library = VendorLibrary(options.library)
-    chosen = [a for a in ANCHORS if not options.only or any(w in a.name for w in options.only)]
-    outcomes = [measure(anchor, library) for anchor in chosen]
-    print("trn2; kernels simulated, the rest of a layer computed")
-    print(table(outcomes))
-    tell_json(
-        options.json,
-        "bench anchors",
-        chip="trn2",
-        kind="simulated",
-        mean_error=mean_error(outcomes),
-        rows=[asdict(outcome) for outcome in outcomes],
-    )
-    return int(any(outcome.lies != "inside" and not outcome.reason for outcome in outcomes))

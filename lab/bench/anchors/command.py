@@ -1,0 +1,99 @@
+"""neuron-moe bench anchors: chip times that others published beside the simulator's estimates.
+
+    neuron-moe bench anchors --library CHECKOUT --autotune CHECKOUT --json OUT
+
+Runs every kernel of the checkouts (aws-neuron/nki-library, awslabs/nki-autotune) that has a
+published Trainium 2 time beside its source and that the simulator takes. Kernels, inputs and times
+are read from the checkouts. The families are dealt into those that the clock was fitted to and
+those held out (lab/bench/anchors/points.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from lab.bench.anchors.models import ANCHORS, measure
+from lab.bench.anchors.points import Point, find_points, kept_trace
+from lab.bench.anchors.report import Row, draw, summaries, table
+from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from neuron_moe.tools.console import tell_json
+from neuron_moe.tools.parsers import Parser
+from nki_sim.time.estimate import estimate
+
+
+def row_of(point: Point, traces: Path | None, seconds: float) -> Row:
+    """Simulate a point and estimate its time."""
+    trace = kept_trace(point, traces, seconds)
+    found = estimate(trace, order=point.order)
+    return Row(
+        kernel=point.kernel,
+        family=point.family,
+        source=point.source,
+        chip_us=point.chip_us,
+        low_us=found.low_us,
+        estimate_us=found.us,
+        high_us=found.high_us,
+        half=point.half,
+        doubt=point.doubt,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table of families; return 0."""
+    parser = Parser("bench anchors", __doc__)
+    parser.add_json_option()
+    default = os.environ.get(LIBRARY_VARIABLE)
+    parser.add_argument("--library", type=Path, default=default and Path(default))
+    parser.add_argument("--autotune", type=Path, help="a checkout of awslabs/nki-autotune")
+    parser.add_argument("--only", nargs="+", help="points with one of these words in their name")
+    parser.add_argument("--models", action="store_true", help="whole models, too: minutes each")
+    parser.add_argument("--traces", type=Path, help="folder to keep traces in, for the next run")
+    parser.add_argument("--seconds", type=float, default=60.0, help="per kernel (default: 60)")
+    parser.add_argument("--plot", type=Path, help="PNG or SVG to draw")
+    options = parser.parse_args(argv)
+    if options.library is None and options.autotune is None:
+        raise ValueError(
+            f"--library: name a checkout of nki-library, or set {LIBRARY_VARIABLE}; or --autotune."
+        )
+    rows: list[Row] = []
+    missed: Counter[str] = Counter()
+    points = find_points(options.library, options.autotune)
+    for number, point in enumerate(points, start=1):
+        if options.only and not any(word in point.kernel for word in options.only):
+            continue
+        try:
+            rows.append(row_of(point, options.traces, options.seconds))
+            outcome = f"{rows[-1].estimate_us / point.chip_us:.2f}"
+        except KeyboardInterrupt:
+            missed["stopped by the user"] = len(points) - number + 1
+            break
+        except Exception as error:  # noqa: BLE001  whatever a stranger's kernel or test raises
+            outcome = f"{type(error).__name__}: {str(error)[:80]}"
+            missed[f"{point.family}: {type(error).__name__}"] += 1
+        sys.stderr.write(f"{number}/{len(points)} {outcome}  {point.kernel[:100]}\n")
+        gc.collect()
+    if options.models and options.library is not None:
+        library = VendorLibrary(options.library)
+        chosen = [a for a in ANCHORS if not options.only or any(w in a.name for w in options.only)]
+        rows += [measure(anchor, library) for anchor in chosen]
+    print("trn2, simulated; launch of a program of its own included")
+    print(table(rows))
+    for reason, count in missed.items():
+        print(f"not run: {count} of {reason}")
+    if options.plot is not None and rows:
+        print(f"written: {draw(rows, options.plot)}")
+    tell_json(
+        options.json,
+        "bench anchors",
+        chip="trn2",
+        kind="simulated",
+        summaries=[asdict(summary) for summary in summaries(rows)],
+        missed=dict(missed),
+        rows=[asdict(row) for row in rows],
+    )
+    return 0
