@@ -137,7 +137,7 @@ def case_params(tuning: Tuning) -> dict[str, str]:
     """Return how the kernels of a case are to go about it, as parameters of the case."""
     prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
     asked = {name: getattr(prefill, name) for name in ("loop_plan", "turns", "missing")}
-    return asked | {name: getattr(decode, name) for name in ("loops", "sums")}
+    return asked | {name: getattr(decode, name) for name in ("trips", "sums")}
 
 
 def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool, tuning: Tuning) -> None:

@@ -34,8 +34,6 @@ def decode_request(tuning: Tuning, **others: Any) -> DecodeRequest:
     """Return what a decode step asks for, and what others say of it."""
     return DecodeRequest(
         sums="auto" if "sums over trips" in tuning.opened else "sbuf",
-        loops="dynamic" if "dynamic loops" in tuning.opened else "unrolled",
-        missing=_missing(tuning),
         **others,
     )
 
