@@ -199,7 +199,7 @@ def inner_turn(config: PrefillConfig, j: int, part: int, tile: int) -> int:
 
 def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer holds a row tile between the projections."""
-    return s * largest_visit_of(config) + j if config.shard.splits_h else j
+    return s % 2 * largest_visit_of(config) + j if config.shard.splits_h else j
 
 
 def _chain(
