@@ -50,7 +50,7 @@ _H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
 _LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
 _LEAST_ROW_BANKS = 2
 # From the last product of a trip to the first of the next one, which loads for itself.
-_EDGE_NS, _EDGES_OF_A_TRIP = 8_000.0, 12
+_EDGE_NS, _EDGES_OF_A_TRIP = 8_000.0, 24
 
 
 def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> float:
