@@ -14,6 +14,7 @@ import torch
 
 from neuron_moe.errors import check_bools, check_choice, check_finite, check_positive_int
 from neuron_moe.tuned import DECODE_MODES, LOOP_PLANS, SHARD_PLANS, TunedPlans
+from neuron_moe.verdicts import FEATURES
 from nki_kernels.common.formula import (
     EXPERT_ACTIVATIONS,
     ROUTER_ACTIVATIONS,
@@ -43,8 +44,6 @@ _PLAIN = tuple(each.name for each in fields(ExpertFormula) if each.name not in _
 _CLAMP = tuple(each.name for each in fields(Limits))
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
 MISSING = ("skip", "spare")
-# What NKI's pages leave open, and a plan can do without.
-FEATURES = frozenset({"loads for the next trip", "sums over trips", "turning gathers"})
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -273,10 +272,9 @@ class Tuning:
         tuned: plans of `neuron-moe tune`, for the steps they are long enough for.
         missing: what stands for no token or expert: a number that transfers leave out ('skip'), or
             a spare row ('spare'), for a compiler or chip that leaves out nothing.
-        features: what of the compiler and chip plans may use: 'open' (whatever its pages do not
-            exclude), 'safe' (nothing that public kernels do not show and a plan can do without), or
-            a frozenset of those of FEATURES that a chip was seen to have. What else is named here
-            runs all the same, and `explain()` says where it has no precedent.
+        features: what of the compiler and chip plans may use: 'safe' (what public kernels show or
+            its pages document), 'open' (whatever the pages do not exclude), or a frozenset of those
+            of FEATURES that a chip was seen to have: `neuron_moe.verdicts.opened_by`.
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
@@ -293,7 +291,7 @@ class Tuning:
     decode_mode: str = "auto"
     tuned: TunedPlans = field(default_factory=TunedPlans)
     missing: str = "skip"
-    features: str | frozenset[str] = "open"
+    features: str | frozenset[str] = "safe"
     save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 

@@ -136,19 +136,18 @@ def _find_touched(
     """
     E = config.E
     # Numbers from 1 on, and 0 where a token chose the expert: a column of n that all T tokens left
-    # alone adds up to n T. Up to 256 they are exact in bfloat16.
-    dtype = nl.bfloat16 if E <= 256 else nl.float32
+    # alone adds up to n T.
     searched = max(E, _VALUES)  # as many as are looked for, at least
     expert_sb = nl.ndarray((PARTITIONS, searched), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=expert_sb, pattern=[[1, searched]], offset=1, channel_multiplier=0)
     left_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     touched_sb = allocate(routing_table(config).listed)[0]
     for tile in range(len(local)):
         rows = local[tile].shape[0]
-        marked_sb = _mark_chosen(expert_sb, local[tile], dtype)
+        marked_sb = _mark_chosen(expert_sb, local[tile])
         nisa.nc_matmul(
             dst=bank_ps[0:PARTITIONS, 0:E],
             stationary=ones_sb[0:rows, 0:PARTITIONS],
@@ -163,15 +162,13 @@ def _find_touched(
     return touched_sb
 
 
-def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor, dtype: Any) -> nl.NkiTensor:
+def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor) -> nl.NkiTensor:
     """Return the numbers of experts for every token, 0 where it chose them."""
     rows, columns = local_sb.shape
     searched = expert_sb.shape[1]
     marked_sb = expert_sb[0:rows, 0:searched]
     for first in range(0, columns, _VALUES):
-        is_last = first + _VALUES == columns
-        next_dtype = dtype if is_last else nl.float32
-        next_sb = nl.ndarray((rows, searched), dtype=next_dtype, buffer=nl.sbuf)
+        next_sb = nl.ndarray((rows, searched), dtype=nl.float32, buffer=nl.sbuf)
         wanted = local_sb[0:rows, first : first + _VALUES]
         nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
         marked_sb = next_sb

@@ -80,8 +80,7 @@ class WeightBuffers(NKIObject):
 
 @dataclass
 class Fetched(NKIObject):
-    """A table of all visits [rows, V, columns], and what a trip takes of it [rows, visits, columns].
-    """
+    """A table of all visits [rows, V, columns], and what a trip takes of it [rows, visits, columns]."""
 
     own_sb: nl.NkiTensor
     table_sb: nl.NkiTensor

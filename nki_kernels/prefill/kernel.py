@@ -468,7 +468,10 @@ def _load_part(
 ) -> None:
     """Load a part of the down weights, counted from the first one of visit s."""
     parts = config.loop.out_parts
-    visit, buffer = visit_after(b, s, part // parts), (s * parts + part) % config.loop.weight_buffers
+    visit, buffer = (
+        visit_after(b, s, part // parts),
+        (s * parts + part) % config.loop.weight_buffers,
+    )
     if is_alone(config.loop):
         if visit >= 0:
             load_down(config, b, x, share, b.expert[visit], buffer, part % parts, visit)

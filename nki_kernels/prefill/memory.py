@@ -205,9 +205,7 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         expert=_of_visits(config, 1, 1, 1, nl.int32),
         expert_out=small_tiles(2 - 2 * alone, one, nl.int32),
         ids=_of_visits(config, 1, R, G, nl.int32),
-        first_ids=small_tiles(
-            2 * (config.loop.first_buffers - 1) * (1 - alone), (R, 1), nl.int32
-        ),
+        first_ids=small_tiles(2 * (config.loop.first_buffers - 1) * (1 - alone), (R, 1), nl.int32),
         scale=_of_visits(config, scaled, R, G, nl.float32),
         in_tile=small_tiles(late, (1, G), nl.int32),
         out_tile=_of_visits(config, 1, 1, G * pieces, nl.int32),

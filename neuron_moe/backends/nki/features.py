@@ -12,7 +12,6 @@ from nki_kernels.decode import DecodeConfig, DecodeRequest
 from nki_kernels.prefill import PlanRequest, PrefillConfig
 
 
-
 def prefill_request(tuning: Tuning) -> PlanRequest:
     """Return what all candidates of prefill share."""
     opened = tuning.opened
