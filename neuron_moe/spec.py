@@ -329,7 +329,8 @@ class Tuning:
             if each.turns == "dma" and "turning gathers" not in opened:
                 raise ValueError(
                     f"features={self.features!r} beside a plan tuned for {each.tokens} tokens with"
-                    f" turns={each.turns!r}, of which no public kernel has a precedent. Tune with --features safe, or leave out the plan."
+                    f" turns={each.turns!r}, of which no public kernel has a"
+                    " precedent. Tune with --features safe, or leave out the plan."
                 )
 
     def __str__(self) -> str:

@@ -272,7 +272,7 @@ _DOCUMENTED: Final = (
     (
         LOOP,
         "from (trip to trip|loop to loop)",
-        "left by (vector|scalar|gpsimd) in sbuf, .*",
+        "left by (vector|scalar|gpsimd|dma and read) in sbuf, .*",
         0,
         "state is carried through SBUF, and what a body writes persists after the loop"
         " (nki.language.fori_loop)",
@@ -495,12 +495,16 @@ def _word(value: Any) -> str:
 # Dynamic loops.
 
 
-class _Written(NamedTuple):
-    """A range of on-chip memory, who wrote it, and the trips of loops in which it did."""
+@dataclass
+class _Written:
+    """A range of on-chip memory, who wrote it, the trips of loops in which it did, and whether it
+    was read in one of them, so that nothing of it was under way at its end.
+    """
 
     memory: tr.MemoryRange
     engine: int
     trips: tuple[tuple[int, int], ...]
+    is_read: bool = False
 
 
 @dataclass
@@ -564,12 +568,22 @@ def _kept(
     """Yield what an instruction reads of an earlier trip or of an earlier loop."""
     now = dict(walk.trips)
     for memory in reads:
-        for one in walk.written.get(memory.storage, ()):
-            if not one.trips or not _meet(memory, one.memory):
+        left = [_area(memory)]
+        for one in reversed(walk.written.get(memory.storage, ())):
+            if not _meet(memory, one.memory):
+                continue
+            one.is_read = one.is_read or one.trips == tuple(walk.trips)
+            area = _area(one.memory)
+            if not any(_overlap(part, area) for part in left):
+                continue  # written over since
+            if not one.memory.dims or one.memory == memory:
+                left = [rest for part in left for rest in _minus(part, area)]
+            if not one.trips:
                 continue
             space = tr.SPACE_NAMES[trace.storages[memory.storage].space]
             by, to = tr.ENGINE_NAMES[one.engine], tr.ENGINE_NAMES[engine]
-            words = f"left by {by} in {space}, read by {to}"
+            past = " and read" if one.is_read and by == "dma" else ""
+            words = f"left by {by}{past} in {space}, read by {to}"
             if any(now.get(loop, trip) != trip for loop, trip in one.trips):
                 yield words, "from trip to trip"
             elif not any(loop in now for loop, _ in one.trips):
@@ -583,6 +597,31 @@ def _meet(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
         and one.byte_start < other.byte_end
         and other.byte_start < one.byte_end
     )
+
+
+_Area = tuple[int, int, int, int]
+
+
+def _area(memory: tr.MemoryRange) -> _Area:
+    return memory.partition_start, memory.partition_end, memory.byte_start, memory.byte_end
+
+
+def _overlap(one: _Area, other: _Area) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+
+
+def _minus(area: _Area, taken: _Area) -> list[_Area]:
+    """Return what is left of an area, in rectangles of partitions and bytes."""
+    if not _overlap(area, taken):
+        return [area]
+    top, bottom = max(area[0], taken[0]), min(area[1], taken[1])
+    parts = [
+        (area[0], top, area[2], area[3]),
+        (bottom, area[1], area[2], area[3]),
+        (top, bottom, area[2], taken[2]),
+        (top, bottom, taken[3], area[3]),
+    ]
+    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
 
 
 def _covers(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:

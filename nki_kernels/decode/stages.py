@@ -99,8 +99,9 @@ def load_out(
     expert: nl.NkiTensor,
     buffer: int,
     item: int,
+    is_first: bool,
 ) -> None:
-    """Load down weights of an item; beside the first one the expert's bias if it is apart."""
+    """Load down weights of an item; beside the first one of a core its bias, if it is apart."""
     H, i_axis, down = config.H, config.i_axis, _entry(x.down, expert)
     first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
@@ -109,7 +110,7 @@ def load_out(
         _load_part_out(config, b.down[buffer], down, first, item % config.parts)
     else:
         load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
-    if loads_bias(config) and item == 0:
+    if loads_bias(config) and is_first:
         _load_down_bias(config, b.down_bias[buffer], _entry(x.down_bias, expert))
 
 
@@ -134,7 +135,7 @@ def load_item(
 ) -> None:
     """Load all of an item, a whole chunk; see `load_in`."""
     load_in(config, b, x, expert, buffer, item, True)
-    load_out(config, b, x, expert, buffer, item)
+    load_out(config, b, x, expert, buffer, item, item == 0)
 
 
 def _load_part_in(
@@ -183,6 +184,7 @@ def spread_column(
     inputs: list[nl.NkiTensor],
     column: int,
     ring: int,
+    bias: float,
 ) -> None:
     """Put what every token takes of an expert, and gives to it, on all partitions.
 
@@ -192,6 +194,7 @@ def spread_column(
         weights, inputs: per 128 tokens [tokens, entries] float32; see `Listed`.
         column: the expert's entry.
         ring: which buffers to fill.
+        bias: what to multiply the expert's down bias with.
     """
     column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
@@ -202,8 +205,11 @@ def spread_column(
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if loads_bias(config):
-        nisa.tensor_copy(
-            dst=b.column_row[ring], src=column_ps[0 : bias_partitions(config), 0 : config.T]
+        nisa.tensor_scalar(
+            dst=b.column_row[ring],
+            data=column_ps[0 : bias_partitions(config), 0 : config.T],
+            op0=nl.multiply,
+            operand0=bias,
         )
 
 

@@ -51,6 +51,8 @@ class Pipeline(NKIObject):
         own: the items of an entry that are this core's, by their number in the expert.
         begin, end: numbers of the trip's items.
         is_halved: whether its entry is shared by halves; see `project_half`.
+        bias: what this core multiplies the down bias with: where the cores share an expert, one
+            adds it, and the other one zeros.
         experts: (1, 1) int32 tiles.
         weights, inputs: tables with a column per entry: the trip's from `column` on, by `step`.
     """
@@ -59,6 +61,7 @@ class Pipeline(NKIObject):
     begin: int
     end: int
     is_halved: bool
+    bias: float
     experts: list[nl.NkiTensor]
     weights: list[nl.NkiTensor]
     inputs: list[nl.NkiTensor]
@@ -119,7 +122,10 @@ def make_pipeline(
         position: list position of the trip, an int or a register.
         size: entries of each core; 0 for one entry whose chunks the cores share.
     """
-    own = _own_items(config, routing.core, size)
+    own, is_twice = _own_items(config, routing.core, size), False
+    if not isinstance(position, int) and len(_own_items(config, 1, size)) == 0:
+        # In a loop the cores have the same instructions: the other one computes it for nothing.
+        own, is_twice = _own_items(config, 0, size), routing.core > 0
     first = routing.core if splits_experts(config) and size > 0 else 0
     is_halved = size == 0 and shares_halves(config)
     begin = own[0] if is_halved else 0
@@ -140,10 +146,25 @@ def make_pipeline(
         for tile in range(len(routing.inputs)):
             columns = b.inputs[tile][:, 0:count]
             _copy_entries(config, columns, routing.inputs[tile], position, first)
+        if _is_shared(config, size) and len(_own_items(config, 1, size)) == 0:
+            for table_sb in b.weights + b.inputs:
+                column_sb = table_sb[:, 0:1]
+                nisa.tensor_scalar(
+                    dst=column_sb,
+                    data=column_sb,
+                    op0=nl.multiply,
+                    operand0=0.0 if is_twice else 1.0,
+                )
         for entry in range(count):
             experts.append(b.experts[0:1, entry : entry + 1])
         column, step, weights, inputs = 0, 1, b.weights, b.inputs
-    return Pipeline(own, begin, end, is_halved, experts, weights, inputs, column, step)
+    bias = 0.0 if _is_shared(config, size) and routing.core > 0 else 1.0
+    return Pipeline(own, begin, end, is_halved, bias, experts, weights, inputs, column, step)
+
+
+def _is_shared(config: DecodeConfig, size: int) -> bool:
+    """Whether the cores share the experts of a trip."""
+    return config.num_cores > 1 and not (splits_experts(config) and size > 0)
 
 
 def _own_items(config: DecodeConfig, core: int, size: int) -> list[int]:
@@ -171,7 +192,9 @@ def _start_item(
     buffer = item % config.weight_buffers
     if own == 0:
         column = pipeline.column + entry * pipeline.step
-        spread_column(config, b, pipeline.weights, pipeline.inputs, column, entry % 2)
+        spread_column(
+            config, b, pipeline.weights, pipeline.inputs, column, entry % 2, pipeline.bias
+        )
     if pipeline.is_halved:
         project_half(config, b, turned_sb, buffer, item, entry % 2, core)
     else:
@@ -211,7 +234,7 @@ def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
         size, after = end - item, end - 1 + together
         if config.parts == 1 and number + 2 < len(firsts):
             after = firsts[number + 2] - 1
-        adds_bias = loads_bias(config) and pipeline.own[own] == 0
+        adds_bias = loads_bias(config) and own == 0
         is_last = own + size == count
         groups.append(Group(item, size, entry % 2, adds_bias, own == 0, is_last, after))
     return groups
@@ -235,7 +258,8 @@ def _load_item_out(
     if item < pipeline.end:
         number, count = item - pipeline.begin, len(pipeline.own)
         expert, own = pipeline.experts[number // count], pipeline.own[number % count]
-        load_out(config, b, x, expert, item % config.weight_buffers, own)
+        is_first = number % count == 0
+        load_out(config, b, x, expert, item % config.weight_buffers, own, is_first)
 
 
 def _copy_entries(

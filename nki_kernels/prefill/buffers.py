@@ -16,7 +16,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import num_projections
-from nki_kernels.common.memory import Tiles, allocate
+from nki_kernels.common.memory import allocate
 from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_missing
 from nki_kernels.common.visits import number_of
@@ -80,7 +80,7 @@ class WeightBuffers(NKIObject):
 
 @dataclass
 class Fetched(NKIObject):
-    """A table of all visits [rows, V, columns], and what a trip takes of it [rows, visits, columns]."""
+    """A table of all visits [rows, V, columns], and what a trip takes of it, [rows, n, columns]."""
 
     own_sb: nl.NkiTensor
     table_sb: nl.NkiTensor
@@ -117,6 +117,7 @@ class Buffers(NKIObject):
     turn_ps: list[nl.NkiTensor]
     outer_ps: list[nl.NkiTensor]
     ones: nl.NkiTensor
+    zeros: list[nl.NkiTensor]
     expert: list[nl.NkiTensor]
     expert_out: list[nl.NkiTensor]
     ids: list[nl.NkiTensor]
@@ -224,6 +225,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         turn_ps=turn_ps,
         outer_ps=outer_ps,
         ones=allocate(v.ones)[0],
+        zeros=allocate(v.zeros),
         expert=_by_visit(config, expert),
         expert_out=allocate(v.expert_out),
         ids=_by_visit(config, ids),
@@ -337,6 +339,8 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
+    for zeros_sb in b.zeros:
+        nisa.memset(dst=zeros_sb, value=0.0)
     _clear_rows(config, b)
     if is_mx(config):
         _clear_fours(config, b)

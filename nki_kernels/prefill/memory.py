@@ -99,6 +99,7 @@ class _VisitTable(NamedTuple):
     ahead: Tiles
     one: Tiles
     ones: Tiles
+    zeros: Tiles  # what a core multiplies the down bias with, where the other one adds it
 
 
 def weight_table(config: PrefillConfig) -> _WeightTable:
@@ -215,6 +216,7 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         ahead=small_tiles(1, one, nl.int32),
         one=small_tiles(1, one, nl.int32),
         ones=small_tiles(1, (3, PARTITIONS), nl.bfloat16),
+        zeros=small_tiles(int(config.shard.splits_i), (3, PARTITIONS), nl.bfloat16),
     )
 
 
