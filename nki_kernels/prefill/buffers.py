@@ -554,7 +554,7 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
 
 def _find_ends(config: PrefillConfig, b: Buffers) -> None:
-    """Write where the loops over each class end, counted in pairs of visits from the first class."""
+    """Write where the loops over each class end, in pairs of visits from the first class on."""
     sizes = trip_pairs(config.loop)
     mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
     for k in range(len(sizes)):
