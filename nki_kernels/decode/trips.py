@@ -147,7 +147,7 @@ def make_pipeline(
             columns = b.inputs[tile][:, 0:count]
             _copy_entries(config, columns, routing.inputs[tile], position, first)
         if _is_shared(config, size) and len(_own_items(config, 1, size)) == 0:
-            for table_sb in b.weights + b.inputs:
+            for table_sb in b.weights + b.inputs[0 : len(routing.inputs)]:
                 column_sb = table_sb[:, 0:1]
                 nisa.tensor_scalar(
                     dst=column_sb,
