@@ -62,7 +62,7 @@ def start_apart(config: PrefillConfig, b: Buffers, x: Operands, share: Share) ->
 
 
 def clear_own(config: PrefillConfig, b: Buffers) -> None:
-    """Clear what is exchanged: the last tile goes whole, and what is past its end must be a number."""
+    """Clear what is exchanged: the last tile goes whole, and past its end there must be numbers."""
     if config.i_axis.tail < config.i_axis.rows:
         for own_sb in b.own:
             nisa.memset(dst=own_sb, value=0.0)

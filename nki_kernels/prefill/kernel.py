@@ -207,23 +207,36 @@ def _run_alone(
     """
     sizes, pairs = loops_of(config.loop.classes)[position], trip_pairs(config.loop)
     for number in range(len(pairs)):
-        visits = 2 * pairs[number]
-
-        def one_trip(pair: Any) -> None:
-            fetch_trip(config, b, pair, visits)
-            _start_trip(config, b, x, share, sizes)
-            for s in range(0, visits, 2):
-                if config.shard.splits_h:
-                    run_two_visits(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
-                else:
-                    _run_visit(config, b, x, s, sizes, share)
-                    _run_visit(config, b, x, s + 1, sizes, share)
-
         end = nisa.register_alloc()
         nisa.register_load(end, b.ends[0][0:1, position, number : number + 1])
-        nl.fori_loop(begin, end, one_trip, step=pairs[number])
+        _loop_over(config, b, x, share, sizes, begin, end, pairs[number])
         begin = end
     return begin
+
+
+def _loop_over(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    sizes: tuple[int, int],
+    begin: Any,
+    end: Any,
+    pairs: int,
+) -> None:
+    """Loop over trips of so many pairs of visits."""
+
+    def one_trip(pair: Any) -> None:
+        fetch_trip(config, b, pair, 2 * pairs)
+        _start_trip(config, b, x, share, sizes)
+        for s in range(0, 2 * pairs, 2):
+            if config.shard.splits_h:
+                run_two_visits(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
+            else:
+                _run_visit(config, b, x, s, sizes, share)
+                _run_visit(config, b, x, s + 1, sizes, share)
+
+    nl.fori_loop(begin, end, one_trip, step=pairs)
 
 
 def _start_trip(
