@@ -14,6 +14,7 @@ import torch
 
 from neuron_moe.errors import check_bools, check_choice, check_finite, check_positive_int
 from neuron_moe.tuned import DECODE_MODES, LOOP_PLANS, SHARD_PLANS, TunedPlans
+from neuron_moe.verdicts import FEATURES
 from nki_kernels.common.formula import (
     EXPERT_ACTIVATIONS,
     ROUTER_ACTIVATIONS,
@@ -43,8 +44,6 @@ _PLAIN = tuple(each.name for each in fields(ExpertFormula) if each.name not in _
 _CLAMP = tuple(each.name for each in fields(Limits))
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
 MISSING = ("skip", "spare")
-# What NKI's pages leave open, and a plan can do without.
-FEATURES = frozenset({"dynamic loops", "skipped entries", "sums over trips", "turning gathers"})
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -273,10 +272,9 @@ class Tuning:
         tuned: plans of `neuron-moe tune`, for the steps they are long enough for.
         missing: what stands for no token or expert: a number that transfers leave out ('skip'), or
             a spare row ('spare'), for a compiler or chip that leaves out nothing.
-        features: what of the compiler and chip plans may use: 'open' (whatever its pages do not
-            exclude), 'safe' (nothing that public kernels do not show and a plan can do without), or
-            a frozenset of those of FEATURES that a chip was seen to have. What else is named here
-            runs all the same, and `explain()` says where it has no precedent.
+        features: what of the compiler and chip plans may use: 'safe' (what public kernels show or
+            its pages document), 'open' (whatever the pages do not exclude), or a frozenset of those
+            of FEATURES that a chip was seen to have: `neuron_moe.verdicts.opened_by`.
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
@@ -293,7 +291,7 @@ class Tuning:
     decode_mode: str = "auto"
     tuned: TunedPlans = field(default_factory=TunedPlans)
     missing: str = "skip"
-    features: str | frozenset[str] = "open"
+    features: str | frozenset[str] = "safe"
     save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 
@@ -328,12 +326,11 @@ class Tuning:
     def _check_tuned(self, opened: frozenset[str]) -> None:
         """Raise ValueError for a tuned plan that uses what may not be used."""
         for each in self.tuned.prefill:
-            is_looped = each.loop_plan != "static" and "dynamic loops" not in opened
-            if is_looped or (each.turns == "dma" and "turning gathers" not in opened):
+            if each.turns == "dma" and "turning gathers" not in opened:
                 raise ValueError(
                     f"features={self.features!r} beside a plan tuned for {each.tokens} tokens with"
-                    f" loop_plan={each.loop_plan!r}, turns={each.turns!r}, of which no public"
-                    " kernel has a precedent. Tune with --features safe, or leave out the plan."
+                    f" turns={each.turns!r}, of which no public kernel has a"
+                    " precedent. Tune with --features safe, or leave out the plan."
                 )
 
     def __str__(self) -> str:

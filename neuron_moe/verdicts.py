@@ -9,6 +9,14 @@ from typing import Final, Literal, cast, get_args
 
 from neuron_moe.errors import check_choice
 
+# What plans may use if all of its probes worked (`Tuning.features`).
+PROBES: Final = {
+    "loads for the next trip": ("loads for the next trip",),
+    "sums over trips": ("PSUM sums over dynamic trips", "loops in a row"),
+    "turning gathers": ("gathers that transpose", "gathers that transpose and skip"),
+}
+FEATURES: Final = frozenset(PROBES)
+
 Verdict = Literal["works", "fails", "wedges", "not tried"]
 VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 
@@ -47,3 +55,17 @@ def verdicts(path: Path) -> dict[str, Verdict]:
     for name, verdict in found.items():
         check_choice(f"{path}: {name}", verdict, VERDICTS)
     return cast("dict[str, Verdict]", found)
+
+
+def opened_by(path: Path) -> frozenset[str]:
+    """Return the features that a chip has, for `Tuning.features`: those whose probes all worked.
+
+    Raises:
+        OSError, ValueError: as `verdicts`.
+    """
+    found = verdicts(path)
+    return frozenset(
+        name
+        for name, probes in PROBES.items()
+        if all(found.get(probe) == "works" for probe in probes)
+    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,186 @@ _REMARKS: Final = (
         " in SDK 2.32)",
     ),
 )
+
+
+# What the documentation says outright, in our words: instruction, kind, what the value is, most
+# levels, and the sentence with its page. The instruction and the value are regular expressions.
+_ENGINES: Final = "(vector|scalar|gpsimd) engine"
+_DOCUMENTED: Final = (
+    (
+        _ENGINES,
+        "pattern",
+        "(to|from) .*",
+        3,
+        "an instruction walks up to three free dimensions (nki-aps)",
+    ),
+    ("nc_matmul|nc_transpose|sendrecv", "pattern", ".*", 3, "the same (nki-aps)"),
+    (
+        _ENGINES,
+        "types",
+        "ALU (from|to) .*",
+        0,
+        "any type comes in and goes out, float32 between (nki.isa.activation, tensor_scalar)",
+    ),
+    (
+        "vector engine",
+        "operator",
+        "(add|subtract|multiply|minimum|maximum|bitwise_and|.*equal|less|greater)"
+        " of (integers|floats|integers and floats)",
+        0,
+        "in the table of math operators; bitvec ones run on Vector (nki.api.shared, tensor_scalar)",
+    ),
+    (
+        "gpsimd engine",
+        "operator",
+        "(add|subtract|multiply|.*equal|less|greater|power) of (floats|integers and floats)",
+        0,
+        "arithmetic operators run on Vector or GpSimd (nki.isa.tensor_tensor, nki.api.shared)",
+    ),
+    (
+        "gpsimd engine",
+        "operator",
+        "(add|subtract) of integers",
+        0,
+        "GpSimd has native arithmetic of int32 (nki.isa.tensor_tensor)",
+    ),
+    (
+        "scalar engine",
+        "operator",
+        "(add|multiply) of (floats|integers and floats)",
+        0,
+        "Scalar has multiply, add, and one behind the other (nki.isa.tensor_scalar)",
+    ),
+    ("scalar engine", "operator", "relu of floats", 0, "an activation function (nki.api.shared)"),
+    (
+        _ENGINES,
+        "place",
+        "in a dynamic loop",
+        1,
+        "a body is compiled once, whatever it issues (nki-loops)",
+    ),
+    (
+        "tensor_copy",
+        "instruction",
+        "on (vector|scalar|gpsimd)",
+        0,
+        "copies run on Vector, Scalar or GpSimd (nki.isa.tensor_copy)",
+    ),
+    (
+        "tensor_scalar|tensor_tensor",
+        "instruction",
+        "on (vector|scalar|gpsimd)",
+        0,
+        "runs on Vector or GpSimd, tensor_scalar on Scalar too (nki.isa.tensor_scalar,"
+        " nki.isa.tensor_tensor)",
+    ),
+    (
+        "activation|activation_reduce|scalar_tensor_tensor|tensor_copy|tensor_scalar"
+        "|tensor_scalar_reduce|tensor_tensor|tensor_reduce",
+        "operand",
+        ".* in (sbuf|psum)",
+        0,
+        "operands are in SBUF or PSUM (page of the instruction)",
+    ),
+    (
+        "tensor_copy",
+        "types",
+        ".*",
+        0,
+        "types may differ: an intermediate cast to float32 (nki.isa.tensor_copy)",
+    ),
+    (
+        "tensor_copy",
+        "offset",
+        "src in sbuf, scalar_offset of (a register|int32 in sbuf)",
+        3,
+        "an index of int32 offsets a pattern of SBUF (nki-scalar, nki.language.fori_loop)",
+    ),
+    (
+        "tensor_copy_predicated",
+        "types",
+        "dst (.*), src \\1, predicate uint(8|16|32)",
+        0,
+        "predicates are uint8, uint16 or uint32 (nki.isa.tensor_copy_predicated)",
+    ),
+    ("iota", "types", "dst .*", 0, "integers are cast to any type (nki.isa.iota)"),
+    (
+        "nc_matmul",
+        "types",
+        "dst float32, stationary (float8_.*|bfloat16|float16), moving (float8_.*|bfloat16|float16)",
+        0,
+        "stationary and moving may differ in type, but for float32 (nki.isa.nc_matmul)",
+    ),
+    (
+        "nc_matmul",
+        "argument",
+        "(accumulate|is_stationary_onezero|is_moving_onezero)=(True|False)",
+        0,
+        "accumulate=False overwrites PSUM, True adds; onezero is a hint (nki.isa.nc_matmul)",
+    ),
+    ("nc_matmul|nc_transpose", "place", "in a dynamic loop", 1, "the same (nki-loops)"),
+    (
+        "nc_match_replace8",
+        "types",
+        "dst float32, data float32, vals float32",
+        0,
+        "dst_idx is optional (nki.isa.nc_match_replace8)",
+    ),
+    (
+        "nc_n_gather",
+        "types",
+        "dst (.*), data \\1, indices uint32",
+        0,
+        "data of any type, indices of uint32 (nki.isa.nc_n_gather)",
+    ),
+    (
+        "sendrecv",
+        "types",
+        "src (.*), dst \\1",
+        0,
+        "both have the same type, any (nki.isa.sendrecv)",
+    ),
+    (
+        "dma_copy",
+        "transfer",
+        "hwdge on (sync|scalar)",
+        0,
+        "engine names the queue of hwdge: sync or scalar (nki.isa.dma_copy)",
+    ),
+    (
+        "dma_copy",
+        "transfer",
+        "(swdge|hwdge), (src|dst) by (scalar|vector)(, skip)?(, in a dynamic loop)?",
+        0,
+        "both generators take run-time addresses, and leave out what is out of bounds with"
+        " oob_mode.skip (nki.isa.dma_copy)",
+    ),
+    ("dma_copy", "types", "dst (.*), src \\1", 0, "any type (nki.isa.dma_copy)"),
+    (
+        LOOP,
+        "trips",
+        "none",
+        0,
+        "a loop is like one over range(lower, upper, step) (nki.language.fori_loop)",
+    ),
+    (
+        LOOP,
+        "from (trip to trip|loop to loop)",
+        "left by (vector|scalar|gpsimd|dma and read) in sbuf, .*",
+        0,
+        "state is carried through SBUF, and what a body writes persists after the loop"
+        " (nki.language.fori_loop)",
+    ),
+)
+
+
+def documented(use: Use, levels: int = 0) -> str:
+    """Return what the documentation says of a use, with its page; "" if nothing outright."""
+    for op, kind, value, most, sentence in _DOCUMENTED:
+        fits = re.fullmatch(op, use.op) and re.fullmatch(kind, use.kind)
+        if fits and re.fullmatch(value, use.value) and levels <= most:
+            return sentence
+    return ""
 
 
 # Recording.
@@ -314,12 +495,16 @@ def _word(value: Any) -> str:
 # Dynamic loops.
 
 
-class _Written(NamedTuple):
-    """A range of on-chip memory, who wrote it, and the trips of loops in which it did."""
+@dataclass
+class _Written:
+    """A range of on-chip memory, who wrote it, the trips of loops in which it did, and whether it
+    was read in one of them, so that nothing of it was under way at its end.
+    """
 
     memory: tr.MemoryRange
     engine: int
     trips: tuple[tuple[int, int], ...]
+    is_read: bool = False
 
 
 @dataclass
@@ -383,12 +568,22 @@ def _kept(
     """Yield what an instruction reads of an earlier trip or of an earlier loop."""
     now = dict(walk.trips)
     for memory in reads:
-        for one in walk.written.get(memory.storage, ()):
-            if not one.trips or not _meet(memory, one.memory):
+        left = [_area(memory)]
+        for one in reversed(walk.written.get(memory.storage, ())):
+            if not _meet(memory, one.memory):
+                continue
+            one.is_read = one.is_read or one.trips == tuple(walk.trips)
+            area = _area(one.memory)
+            if not any(_overlap(part, area) for part in left):
+                continue  # written over since
+            if not one.memory.dims or one.memory == memory:
+                left = [rest for part in left for rest in _minus(part, area)]
+            if not one.trips:
                 continue
             space = tr.SPACE_NAMES[trace.storages[memory.storage].space]
             by, to = tr.ENGINE_NAMES[one.engine], tr.ENGINE_NAMES[engine]
-            words = f"left by {by} in {space}, read by {to}"
+            past = " and read" if one.is_read and by == "dma" else ""
+            words = f"left by {by}{past} in {space}, read by {to}"
             if any(now.get(loop, trip) != trip for loop, trip in one.trips):
                 yield words, "from trip to trip"
             elif not any(loop in now for loop, _ in one.trips):
@@ -402,6 +597,31 @@ def _meet(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
         and one.byte_start < other.byte_end
         and other.byte_start < one.byte_end
     )
+
+
+_Area = tuple[int, int, int, int]
+
+
+def _area(memory: tr.MemoryRange) -> _Area:
+    return memory.partition_start, memory.partition_end, memory.byte_start, memory.byte_end
+
+
+def _overlap(one: _Area, other: _Area) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+
+
+def _minus(area: _Area, taken: _Area) -> list[_Area]:
+    """Return what is left of an area, in rectangles of partitions and bytes."""
+    if not _overlap(area, taken):
+        return [area]
+    top, bottom = max(area[0], taken[0]), min(area[1], taken[1])
+    parts = [
+        (area[0], top, area[2], area[3]),
+        (bottom, area[1], area[2], area[3]),
+        (top, bottom, area[2], taken[2]),
+        (top, bottom, taken[3], area[3]),
+    ]
+    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
 
 
 def _covers(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
@@ -504,7 +724,7 @@ class Table:
         return self.uses.get(source, {}).get(use, -1) >= levels
 
     def without(self, recorder: Recorder) -> list[Missing]:
-        """Return the uses that no source shows, each at every line that has it.
+        """Return the uses that no source shows and no page documents, at every line that has one.
 
         Of an instruction that no source has, nothing else is told.
         """
@@ -514,7 +734,8 @@ class Table:
             if use.op not in known and use.kind not in (INSTRUCTION, *_OF_LOOPS):
                 continue
             for place, levels in sorted(places.items()):
-                if not any(self.shown_by(source, use, levels) for source in self.uses):
+                shown = any(self.shown_by(source, use, levels) for source in self.uses)
+                if not shown and not documented(use, levels):
                     missing.append(Missing(*place, self._tell(use, levels)))
         return missing
 
@@ -525,6 +746,7 @@ class Table:
             source: sum(self.shown_by(source, use, levels) for use, levels in most.items())
             for source in self.uses
         }
+        shown["documentation"] = sum(bool(documented(use, levels)) for use, levels in most.items())
         missing = [asdict(one) for one in self.without(recorder)]
         return {"uses": len(most), "sources": shown, "without": missing}
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from neuron_moe.verdicts import opened_by
+
 PRINTED = Path("-")  # what --json without a file means
 DETAILS = "\v"  # in a help text: what follows is in --help-all alone
 _MOST_LINES = 12  # of what stands above the options
@@ -35,6 +37,18 @@ class Described(Exception):
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__("asked for what a command takes")
         self.parser = parser
+
+
+def read_features(word: str) -> str | frozenset[str]:
+    """Return a value of `Tuning.features` from a word, or from a file of verdicts."""
+    if word in ("safe", "open"):
+        return word
+    try:
+        return opened_by(Path(word))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{word!r}: is not safe, open or verdicts: {error}"
+        ) from None
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -136,8 +150,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--args", nargs="*", default=[], metavar="A", help=text)
 
     def add_features_option(self, told: str = "what plans may use; docs/open_features.md") -> None:
-        """Add --features, a word of `Tuning.features`."""
-        self.more.add_argument("--features", choices=("open", "safe"), default="open", help=told)
+        """Add --features, a value of `Tuning.features`."""
+        told += ": safe (default), open, or a file of verdicts"
+        self.more.add_argument("--features", type=read_features, default="safe", help=told)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""

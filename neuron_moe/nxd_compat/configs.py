@@ -195,8 +195,8 @@ class BlockwiseMatmulConfig(_Settable):
         pad_num_blocks_to_even: one block more where their number is odd.
         decode_mode: beyond NxD's: 'selective' (a list of the chosen experts), 'all_experts', or
             'auto', the cost model's choice.
-        features: beyond NxD's: 'open', or 'safe' for kernels of nothing but what public ones show;
-            see `Tuning.features`.
+        features: beyond NxD's: 'safe', for kernels of nothing but what public ones show, 'open', or
+            what a chip was seen to have; see `Tuning.features`.
         tuned: beyond NxD's: plans of `neuron-moe tune` as plain values; `from_tuned` reads a file.
 
     Raises:
@@ -219,7 +219,7 @@ class BlockwiseMatmulConfig(_Settable):
     num_static_blocks: int | None = None
     pad_num_blocks_to_even: bool = False
     decode_mode: str = dataclasses.field(default="auto", kw_only=True)
-    features: str | frozenset[str] = dataclasses.field(default="open", kw_only=True)
+    features: str | frozenset[str] = dataclasses.field(default="safe", kw_only=True)
     tuned: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -110,8 +110,7 @@ class DecodeBuffers(NKIObject):
         inner: inner activations of the items under way.
         gate, up: projections on the way there, used in turn.
         column_row, input_scale: factors of two experts' outputs on one row, inputs on all.
-        expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
-            next, (1, 1) each.
+        experts: of a trip, [1, unroll].
         weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
         scratch: banks of y on their way to sums in SBUF.
         halves: projections for the other core, and from it; none if no expert is shared by halves.
@@ -133,9 +132,7 @@ class DecodeBuffers(NKIObject):
     up: list[nl.NkiTensor]
     column_row: list[nl.NkiTensor]
     input_scale: list[nl.NkiTensor]
-    expert_in: list[nl.NkiTensor]
-    expert_out: list[nl.NkiTensor]
-    shared_expert: nl.NkiTensor
+    experts: nl.NkiTensor
     weights: list[nl.NkiTensor]
     inputs: list[nl.NkiTensor]
     scratch: list[nl.NkiTensor]
@@ -242,9 +239,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         up=up,
         column_row=allocate(table.column_row),
         input_scale=allocate(table.input_scale),
-        expert_in=allocate(table.expert_in),
-        expert_out=allocate(table.expert_out),
-        shared_expert=nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf),
+        experts=allocate(table.experts)[0],
         weights=_per_token(config, table.weights),
         inputs=_per_token(config, table.inputs),
         scratch=allocate(table.scratch),
@@ -330,11 +325,3 @@ def _beside_weights(
         _extras(config, gate_up, biases, scales),
         _extras(config, gate_up, biases + scales, rest),
     ]
-
-
-def clear_weights(b: DecodeBuffers) -> None:
-    """Set what loads fill to zero, so that an entry that loads nothing computes with numbers."""
-    loaded = [b.gate_up, b.down, b.gate_up_bias, b.gate_up_scale, b.down_bias, b.down_scale]
-    for tiles in loaded:
-        for tile in tiles:
-            nisa.memset(dst=tile, value=0.0)

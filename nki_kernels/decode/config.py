@@ -92,11 +92,6 @@ class DecodeRequest(NKIObject):
         front_ns: time until the choices are on chip, where the same launch makes them.
         sums: where y is added up: PSUM if it fits (auto), or float32 in SBUF, for a compiler that
             does not let PSUM add up over the trips of a loop (sbuf).
-        loops: over the list of experts: dynamic, or written out for as many experts as a step may
-            touch, for a compiler without loops or copies by register (unrolled).
-        missing: what stands for no expert in a list: a number out of range, of which nothing is
-            loaded (skip), or expert 0, whose output then counts for nothing, for a compiler or
-            chip that cannot leave out a load (spare).
         chip: what the launch is for; MX weights need a trn3.
     """
 
@@ -109,8 +104,6 @@ class DecodeRequest(NKIObject):
     weight_buffers: int = 0
     front_ns: float = 0.0
     sums: str = "auto"
-    loops: str = "dynamic"
-    missing: str = "skip"
     chip: str = "trn2"
 
 
@@ -128,8 +121,6 @@ class DecodeConfig(NKIObject):
         h_axis: the hidden axis on partitions.
         i_axis: the intermediate axis of one chunk on partitions.
         reason: why mode and shard are what they are, in a sentence.
-        is_unrolled: whether there is no loop at run time; entries past the end of a list load
-            what `missing` says and count for nothing.
         parts: of a chunk; an item is one of them.
         chip: what its choices were made for.
         gives_rows: whether y is added up in rows, [T, H], else turned, y^T [h, H/h, T].
@@ -155,8 +146,6 @@ class DecodeConfig(NKIObject):
     h_axis: AxisTiles
     i_axis: AxisTiles
     reason: str = ""
-    is_unrolled: bool = False
-    missing: str = "skip"
     parts: int = 1
     chip: str = "trn2"
     gives_rows: bool = False
@@ -187,9 +176,15 @@ def entry_stride(config: DecodeConfig) -> int:
     return config.num_cores if config.shard == "experts" else 1
 
 
-def read_ahead(config: DecodeConfig) -> int:
-    """Return how many entries past the end of a list the loops look up, and never use."""
-    return 2 * config.unroll * entry_stride(config)
+def loop_sizes(config: DecodeConfig) -> list[int]:
+    """Return the entries of each core in a trip, for each loop over whole entries in order: behind
+    the longest trips at most one of each half.
+    """
+    sizes, size = [config.unroll], config.unroll
+    while size > 1:
+        size = size // 2
+        sizes.append(size)
+    return sizes
 
 
 def is_direct(config: DecodeConfig) -> bool:

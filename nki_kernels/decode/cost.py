@@ -64,12 +64,13 @@ def _share(config: DecodeConfig, experts: int, core: int) -> tuple[int, int, int
     if config.num_cores == 1:
         return experts, experts * chunks, experts
     half = (chunks + 1) // 2 if core == 0 else chunks // 2
-    has_first = 1 if core == 0 else 0
     if config.shard == "intermediate":
-        return experts, experts * half, experts * has_first
+        return experts, experts * half, experts
     pairs, odd = experts // 2, experts % 2
+    if half == 0 and config.mode == "selective" and not is_direct(config):
+        half = 0 if shares_halves(config) else chunks  # computed for nothing
     shared = odd if half > 0 or shares_halves(config) else 0
-    return pairs + shared, pairs * chunks + odd * half, pairs + odd * has_first
+    return pairs + shared, pairs * chunks + odd * half, pairs + shared
 
 
 def _item_bytes(config: DecodeConfig) -> int:

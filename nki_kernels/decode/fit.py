@@ -25,9 +25,9 @@ from nki_kernels.decode.config import (
     item_bytes,
     joins_projections,
     list_width,
+    loop_sizes,
     out_banks,
     packed_chunks,
-    read_ahead,
     shares_halves,
     sum_floats,
     tiles_beside_columns,
@@ -46,6 +46,8 @@ from nki_kernels.decode.memory import (
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
 _LIST_NS = 4500.0  # from the index to the first transfer of weights
 _EXCHANGE_NS = 4000.0  # for the projections of an expert that the cores share by halves
+_EDGE_NS = 3500.0  # from the last product of a trip to the first weights of the next one
+_EDGES_OF_A_TRIP, _LONGEST_TRIP = 12, 16  # entries, powers of two
 _ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
@@ -97,8 +99,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
 def _passing_floats(config: DecodeConfig) -> int:
     """Return the numbers that listing and weighing experts hold for a moment."""
     width, E = list_width(config), config.E
-    rules = 3 * (config.unroll + 2) + 2 * (width + read_ahead(config))
-    passing = 3 * width + 2 * read_ahead(config) + E + rules
+    passing = 3 * width + E + 2 * (len(loop_sizes(config)) + 1)
     return passing + -(-config.T // PARTITIONS) * (2 * E + 32)
 
 
@@ -211,10 +212,20 @@ def _with_chunks(
 ) -> DecodeConfig:
     """Return the configuration with other chunks; the intermediate axis is cut to match."""
     trial = replace(config, chunks=chunks, parts=parts, weight_buffers=weight_buffers)
+    trial = replace(trial, i_axis=_chunk_axis(config, chunks))
     unroll = 2
     while unroll * core_chunks(trial) * parts < weight_buffers:
         unroll *= 2
-    return replace(trial, unroll=unroll, i_axis=_chunk_axis(config, chunks))
+    # Trips long enough for their edges to be a small part of them.
+    entry_ns = core_chunks(trial) * max(_load_ns(trial), _compute_ns(trial))
+    while unroll < _LONGEST_TRIP and unroll * entry_ns < _EDGES_OF_A_TRIP * _edge_ns(trial):
+        unroll *= 2
+    return replace(trial, unroll=unroll)
+
+
+def _edge_ns(config: DecodeConfig) -> float:
+    """Return how long the memory waits from trip to trip, as nothing is asked for ahead."""
+    return _EDGE_NS * core(config.chip).transfers + _compute_ns(config) / config.parts
 
 
 def _chunk_axis(config: DecodeConfig, chunks: int) -> AxisTiles:
@@ -280,6 +291,8 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     if not is_direct(config) and config.mode == "selective":
         # At the end of a trip nothing is computed while the last chunk is activated.
         compute += _ACTIVATE_NS * chip.steps / (config.unroll * core_chunks(config))
+        edge_ns = _edge_ns(config) / (config.unroll * core_chunks(config))
+        load, compute = load + edge_ns, compute + edge_ns
     if config.weight_buffers < 2 * config.parts:
         load += _ACTIVATE_NS * chip.steps  # the next chunk is not on chip before this one is done
     return start + items * max(load, compute) + compute / config.parts

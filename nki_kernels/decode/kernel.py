@@ -25,13 +25,12 @@ The steps:
 1. Ask for the index, and allocate what outlasts a trip of the loop (buffers.py): until the index is
    there nothing can be asked for.
 2. List the touched experts, and weigh what each token takes of them (list.py).
-3. Look up the experts of the first trip, so that their weights are on the way before the tokens.
-4. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
-5. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
+3. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
+4. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
    and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive rows of HBM;
    y is added up over all experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128
    tokens, in rows [T, H] (stages.py, out.py).
-6. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
+5. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
@@ -56,7 +55,6 @@ from nki_kernels.decode.buffers import (
     DecodeOperands,
     SumBuffers,
     clear_sums,
-    clear_weights,
     make_buffers,
     make_sums,
     routing_bank,
@@ -64,18 +62,18 @@ from nki_kernels.decode.buffers import (
 from nki_kernels.decode.config import (
     UNROLLED_ENTRIES,
     DecodeConfig,
-    asks_early,
     entry_stride,
     is_direct,
     is_mx,
     list_width,
+    loop_sizes,
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
-from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
+from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.row_ends import Ending
-from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
+from nki_kernels.decode.trips import make_pipeline, run_trip
 
 
 @nki.jit
@@ -118,12 +116,9 @@ def _add_experts(
     """Make y of this core; all that takes place on chip but for `sums` is free again then."""
     b = make_buffers(config, sums)
     routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    asks = _has_loop(config) and asks_early(config)
-    if asks:
-        ask_first(config, b, x, routing)
     turned_sb = turn_tokens(config, sums, load_tokens(config, hidden))
     start_sums(config, sums)
-    run_experts(config, b, x, turned_sb, routing, asks)
+    run_experts(config, b, x, turned_sb, routing)
 
 
 def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -178,7 +173,6 @@ def run_experts(
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
     routing: Listed,
-    is_asked: bool = False,
 ) -> None:
     """Add what this core computes of this rank's experts to y.
 
@@ -188,30 +182,20 @@ def run_experts(
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
-        is_asked: whether `ask_first` was called, if `_has_loop`.
     """
     if is_mx(config):
         quantize_tokens(config, b, turned_sb)
-    if _has_loop(config) and not is_asked:
-        ask_first(config, b, x, routing)
-    if config.is_unrolled and config.mode == "selective":
-        if config.missing == "spare":
-            name_an_expert(routing)
-        else:
-            clear_weights(b)
     if len(routing.ends) == 0:
         _run_known(config, b, x, turned_sb, routing)
         return
     # A loop waits for the registers before it: each is loaded where it is needed.
-    unroll = config.unroll
-    begin = _load_end(routing, 0)
-    _loop_over(config, b, x, turned_sb, routing, 0, begin, unroll)
-    for size in range(1, unroll):
-        end = _load_end(routing, size)
-        _loop_over(config, b, x, turned_sb, routing, begin, end, size)
+    begin, sizes = 0, loop_sizes(config)
     if entry_stride(config) > 1:
-        begin, end = _load_end(routing, unroll), _load_end(routing, unroll + 1)
-        _loop_over(config, b, x, turned_sb, routing, begin, end, 0)
+        sizes.append(0)
+    for number in range(len(sizes)):
+        end = _load_end(routing, number)
+        _loop_over(config, b, x, turned_sb, routing, begin, end, sizes[number])
+        begin = end
 
 
 def _load_end(routing: Listed, number: int) -> Any:
@@ -221,17 +205,8 @@ def _load_end(routing: Listed, number: int) -> Any:
     return end
 
 
-def ask_first(config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, routing: Listed) -> None:
-    """Look up the experts of the first trip of a loop, and ask for their weights."""
-    pipeline = make_first_pipeline(config, b, routing)
-    if config.missing == "skip":
-        load_first(config, b, x, pipeline)
-
-
 def _has_loop(config: DecodeConfig) -> bool:
     """Whether there is a loop over list entries: a short list of known length has none."""
-    if config.is_unrolled:
-        return False
     is_known = config.mode == "all" or is_direct(config)
     return not is_known or list_width(config) > entry_stride(config) * UNROLLED_ENTRIES
 
@@ -253,7 +228,6 @@ def _run_known(
         _loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     if looped < whole:
         pipeline = make_pipeline(config, b, routing, looped, (whole - looped) // stride)
-        pipeline.is_ahead = looped > 0 and config.missing == "skip"
         run_trip(config, b, x, turned_sb, routing, pipeline)
     for begin in range(whole, width):
         shared = make_pipeline(config, b, routing, begin, 0)
@@ -272,13 +246,11 @@ def _loop_over(
 ) -> None:
     """Loop over trips of `size` entries of every core, from list position `begin` to `end`.
 
-    Size 0 is for an entry that the cores share. What another trip follows is of the full size.
+    Size 0 is for an entry that the cores share.
     """
 
     def one_trip(position: Any) -> None:
         pipeline = make_pipeline(config, b, routing, position, size)
-        pipeline.is_followed = size == config.unroll
-        pipeline.is_ahead = size > 0 and config.missing == "skip"
         run_trip(config, b, x, turned_sb, routing, pipeline)
 
     nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))

@@ -22,7 +22,7 @@ from nki_kernels.decode.config import (
     entry_stride,
     is_direct,
     list_width,
-    read_ahead,
+    loop_sizes,
 )
 from nki_kernels.decode.memory import routing_table
 
@@ -36,22 +36,18 @@ class Listed(NKIObject):
     """What the loop over experts goes by.
 
     Attributes:
-        list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
-        pairs_sb: the same without an entry that the cores share.
-        ends: (1, 1) int32 tiles: list positions where trips of `unroll` entries of each core end;
-            the same or, if 1, 2 .. `unroll` - 1 entries of each are left, a number behind it;
-            where what is shared begins and ends, if anything may be. Empty if the length is known,
-            or no loop is to stop there.
+        list_sb: on partition 0 int32, expert of each entry.
+        ends: (1, 1) int32 tiles, empty if the length is known: list positions where trips of each
+            of `loop_sizes` end, and behind what the cores share, if anything may be.
         local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
             the index itself if `is_direct`.
         core: number of this core.
-        weights: per 128 tokens [tokens, W or more] float32: factor of the expert's output; see
+        weights: per 128 tokens [tokens, W] float32: factor of the expert's output; see
             `weigh`.
         inputs: the same, factor of its input; empty unless scaling is "pre".
     """
 
     list_sb: nl.NkiTensor
-    pairs_sb: nl.NkiTensor
     ends: list[nl.NkiTensor]
     local: list[nl.NkiTensor]
     core: int
@@ -82,32 +78,19 @@ def list_experts(
     if is_direct(config):
         # A missing choice (-1) loads expert 0 and counts for nothing.
         list_sb = allocate(routing_table(config).listed)[0]
-        nisa.memset(
-            dst=list_sb[0:1, width : list_sb.shape[1]], value=_NO_ENTRY, engine=nisa.engine.gpsimd
-        )
         nisa.tensor_scalar(
             dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
         )
-        return Listed(list_sb, list_sb, ends, index_tiles, core, [], [])
+        return Listed(list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
         list_sb = allocate(routing_table(config).listed)[0]
         nisa.iota(dst=list_sb, pattern=[[1, list_sb.shape[1]]], offset=0, channel_multiplier=0)
-        pairs_sb = nl.ndarray(list_sb.shape, dtype=nl.int32, buffer=nl.sbuf)
-        nisa.iota(dst=pairs_sb, pattern=[[1, pairs_sb.shape[1]]], offset=0, channel_multiplier=0)
-        whole = width // entry_stride(config) * entry_stride(config)
-        rest_sb = pairs_sb[0:1, whole : pairs_sb.shape[1]]
-        nisa.memset(dst=rest_sb, value=_NO_ENTRY, engine=nisa.engine.gpsimd)
         local = _local_experts(config, index_tiles, first_sb)
-        return Listed(list_sb, pairs_sb, ends, local, core, [], [])
-    if config.is_unrolled:
-        local = _local_experts(config, index_tiles, first_sb)
-        list_sb = _find_touched(config, local, bank_ps)
-        return Listed(list_sb, list_sb, ends, local, core, [], [])
-    rules = _loop_rules(config)
+        return Listed(list_sb, ends, local, core, [], [])
+    mask_sb = _loop_masks(config)
     local = _local_experts(config, index_tiles, first_sb)
     list_sb = _find_touched(config, local, bank_ps)
-    pairs_sb = _leave_out_odd(config, list_sb, rules)
-    return Listed(list_sb, pairs_sb, _loop_ends(config, list_sb, rules), local, core, [], [])
+    return Listed(list_sb, _loop_ends(config, list_sb, mask_sb), local, core, [], [])
 
 
 def _local_experts(
@@ -147,27 +130,24 @@ def _local_experts(
 def _find_touched(
     config: DecodeConfig, local: list[nl.NkiTensor], bank_ps: nl.NkiTensor
 ) -> nl.NkiTensor:
-    """Return [128, E + 1 + more] int32: on partition 0 touched experts, _NO_ENTRY, their number.
+    """Return [128, E + 1] int32: on partition 0 touched experts, _NO_ENTRY, their number.
 
-    The number is in column E; what follows is _NO_ENTRY again.
+    The number is in column E.
     """
     E = config.E
     # Numbers from 1 on, and 0 where a token chose the expert: a column of n that all T tokens left
-    # alone adds up to n T. Up to 256 they are exact in bfloat16.
-    dtype = nl.bfloat16 if E <= 256 else nl.float32
+    # alone adds up to n T.
     searched = max(E, _VALUES)  # as many as are looked for, at least
     expert_sb = nl.ndarray((PARTITIONS, searched), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=expert_sb, pattern=[[1, searched]], offset=1, channel_multiplier=0)
     left_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     touched_sb = allocate(routing_table(config).listed)[0]
-    rest_sb = touched_sb[0:PARTITIONS, E + 1 : touched_sb.shape[1]]
-    nisa.memset(dst=rest_sb, value=_NO_ENTRY, engine=nisa.engine.gpsimd)
     for tile in range(len(local)):
         rows = local[tile].shape[0]
-        marked_sb = _mark_chosen(expert_sb, local[tile], dtype)
+        marked_sb = _mark_chosen(expert_sb, local[tile])
         nisa.nc_matmul(
             dst=bank_ps[0:PARTITIONS, 0:E],
             stationary=ones_sb[0:rows, 0:PARTITIONS],
@@ -182,102 +162,44 @@ def _find_touched(
     return touched_sb
 
 
-def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor, dtype: Any) -> nl.NkiTensor:
+def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor) -> nl.NkiTensor:
     """Return the numbers of experts for every token, 0 where it chose them."""
     rows, columns = local_sb.shape
     searched = expert_sb.shape[1]
     marked_sb = expert_sb[0:rows, 0:searched]
     for first in range(0, columns, _VALUES):
-        is_last = first + _VALUES == columns
-        next_dtype = dtype if is_last else nl.float32
-        next_sb = nl.ndarray((rows, searched), dtype=next_dtype, buffer=nl.sbuf)
+        next_sb = nl.ndarray((rows, searched), dtype=nl.float32, buffer=nl.sbuf)
         wanted = local_sb[0:rows, first : first + _VALUES]
         nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
         marked_sb = next_sb
     return marked_sb
 
 
-@dataclass
-class LoopRules(NKIObject):
-    """Where loops over the list end: (length & mask) + ((length & rest) == left), [1, n] int32.
-
-    Attributes:
-        mask_sb, rest_sb, left_sb: of every end; see `Listed`.
-        place_sb: [1, W] int32, positions of the list.
-    """
-
-    mask_sb: nl.NkiTensor
-    rest_sb: nl.NkiTensor
-    left_sb: nl.NkiTensor
-    place_sb: nl.NkiTensor
-
-
-def _loop_rules(config: DecodeConfig) -> LoopRules:
-    """Return where the loops over trips end; whole pairs of entries and trips are powers of two."""
-    stride, unroll = entry_stride(config), config.unroll
-    masks, lefts = [-stride * unroll] * unroll + [-stride], list(range(unroll)) + [0]
-    if stride > 1:
-        masks, lefts = masks + [-1], lefts + [0]
-    shape = (1, len(masks))
-    mask_sb = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
-    rest_sb = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
-    left_sb = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.memset(dst=rest_sb, value=stride * (unroll - 1), engine=nisa.engine.gpsimd)
+def _loop_masks(config: DecodeConfig) -> nl.NkiTensor:
+    """Return [1, n] int32 that leave of the list's length where each loop over it ends."""
+    masks = []
+    for size in loop_sizes(config):
+        masks.append(-entry_stride(config) * size)  # powers of two
+    if entry_stride(config) > 1:
+        masks.append(-1)
+    mask_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
     for k in range(len(masks)):
-        # No length has -1 for a rest.
-        left = stride * lefts[k] if lefts[k] > 0 else -1
         nisa.memset(dst=mask_sb[0:1, k : k + 1], value=masks[k], engine=nisa.engine.gpsimd)
-        nisa.memset(dst=left_sb[0:1, k : k + 1], value=left, engine=nisa.engine.gpsimd)
-    wide = list_width(config) + read_ahead(config)
-    place_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.iota(dst=place_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
-    return LoopRules(mask_sb, rest_sb, left_sb, place_sb)
-
-
-def _leave_out_odd(
-    config: DecodeConfig, touched_sb: nl.NkiTensor, rules: LoopRules
-) -> nl.NkiTensor:
-    """Return the list without an entry that the cores share: what loops ask for ahead of need."""
-    wide = rules.place_sb.shape[1]
-    length_sb = touched_sb[0:1, config.E : config.E + 1]
-    whole_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    mask_sb = rules.mask_sb[0:1, config.unroll : config.unroll + 1]
-    nisa.tensor_tensor(dst=whole_sb, data1=length_sb, data2=mask_sb, op=nl.bitwise_and)
-    pairs_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
-    end_sb = whole_sb.broadcast(1, wide)
-    nisa.tensor_tensor(dst=pairs_sb, data1=rules.place_sb, data2=end_sb, op=nl.greater_equal)
-    nisa.scalar_tensor_tensor(
-        dst=pairs_sb,
-        data=pairs_sb,
-        op0=nl.multiply,
-        operand0=float(_NO_ENTRY),
-        op1=nl.add,
-        operand1=touched_sb[0:1, 0:wide],
-    )
-    return pairs_sb
+    return mask_sb
 
 
 def _loop_ends(
-    config: DecodeConfig, touched_sb: nl.NkiTensor, rules: LoopRules
+    config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
 ) -> list[nl.NkiTensor]:
     """Return (1, 1) tiles with the list positions at which the loops over trips end."""
-    count = rules.mask_sb.shape[1]
+    count = mask_sb.shape[1]
     end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
-    left_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
     length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)
-    nisa.tensor_tensor(dst=left_sb, data1=length_sb, data2=rules.rest_sb, op=nl.bitwise_and)
-    nisa.tensor_tensor(dst=left_sb, data1=left_sb, data2=rules.left_sb, op=nl.equal)
-    nisa.tensor_tensor(dst=end_sb, data1=length_sb, data2=rules.mask_sb, op=nl.bitwise_and)
-    nisa.tensor_tensor(dst=end_sb, data1=end_sb, data2=left_sb, op=nl.add)
+    nisa.tensor_tensor(dst=end_sb, data1=length_sb, data2=mask_sb, op=nl.bitwise_and)
     ends = []
     for k in range(count):
         ends.append(end_sb[0:1, k : k + 1])
     return ends
-
-
-def name_an_expert(routing: Listed) -> None:
-    """Let entries past the end of the list be expert 0; their weights are made already."""
-    nisa.tensor_scalar(dst=routing.list_sb, data=routing.list_sb, op0=nl.maximum, operand0=0.0)
 
 
 def weigh(
@@ -323,10 +245,9 @@ def weigh(
 def _row(
     config: DecodeConfig, routing: Listed, affinity_sb: nl.NkiTensor, counts: bool
 ) -> nl.NkiTensor:
-    """Return [1, K + more] float32: affinities of a single token, or 1; 0 for a missing choice."""
+    """Return [1, K] float32: affinities of a single token, or 1; 0 for a missing choice."""
     K = config.K
     row_sb = allocate(routing_table(config).weights)[0]
-    nisa.memset(dst=row_sb[0:1, K : row_sb.shape[1]], value=0.0, engine=nisa.engine.gpsimd)
     chosen_sb = row_sb[0:1, 0:K]
     nisa.tensor_scalar(dst=chosen_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
     if not counts:
@@ -341,7 +262,7 @@ def _table(
     wide_sb: nl.NkiTensor,
     counts: bool,
 ) -> nl.NkiTensor:
-    """Return [tokens, W + more] float32: affinities to every entry, or 1 where it was chosen."""
+    """Return [tokens, W] float32: affinities to every entry, or 1 where it was chosen."""
     rows, width = local_sb.shape[0], wide_sb.shape[1]
     table_sb = allocate_rows(routing_table(config).weights, rows)
     nisa.memset(dst=table_sb, value=0.0)

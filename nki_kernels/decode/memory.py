@@ -29,7 +29,6 @@ from nki_kernels.decode.config import (
     most_exchanged,
     most_tiles,
     output_dtype,
-    read_ahead,
     rows_out,
     shares_halves,
     sum_shape,
@@ -68,8 +67,7 @@ class ExpertTable(NamedTuple):
     up: Tiles
     column_row: Tiles
     input_scale: Tiles
-    expert_in: Tiles
-    expert_out: Tiles
+    experts: Tiles
     weights: Tiles
     inputs: Tiles
     scratch: Tiles
@@ -119,8 +117,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
             2 if loads_bias(config) else 0, (bias_partitions(config), T), nl.bfloat16, 2
         ),
         input_scale=Tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32, 2),
-        expert_in=tiles(config.unroll, (1, 1), nl.int32),
-        expert_out=tiles(config.unroll, (1, 1), nl.int32),
+        experts=tiles(1, (1, config.unroll), nl.int32),
         weights=tiles(row_tiles, numbers, nl.float32),
         inputs=tiles(row_tiles, numbers, nl.float32),
         scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
@@ -170,11 +167,11 @@ class RoutingTable(NamedTuple):
 
 def routing_table(config: DecodeConfig) -> RoutingTable:
     """Return the buffers of the list and of what tokens take of its entries."""
-    wide = list_width(config) + read_ahead(config)
+    wide = list_width(config)
     listed = (1, wide)
     if config.mode == "selective" and not is_direct(config):
         # nonzero_with_count takes all partitions and gives E entries and their number.
-        listed = (PARTITIONS, config.E + 1 + read_ahead(config))
+        listed = (PARTITIONS, config.E + 1)
     table = tiles(-(-config.T // PARTITIONS), (min(config.T, PARTITIONS), wide), nl.float32)
     return RoutingTable(
         listed=tiles(1, listed, nl.int32),

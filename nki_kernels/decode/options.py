@@ -31,8 +31,6 @@ _ALLOWED = {
     "down_scale": ("none", "expert", "channel"),
     "output_dtype": ("float32", "bfloat16"),
     "sums": ("auto", "sbuf"),
-    "loops": ("dynamic", "unrolled"),
-    "missing": ("skip", "spare"),
     "chip": ("trn2", "trn3"),
 }
 
@@ -62,7 +60,7 @@ def make_decode_config(
     _check_sizes(sizes)
     _check_formula(formula)
     _check_names(mode=request.mode, shard=request.shard)
-    _check_names(sums=request.sums, loops=request.loops, missing=request.missing)
+    _check_names(sums=request.sums)
     _check_names(chip=request.chip)
     _check_names(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
     _check_names(scaling=request.scaling, output_dtype=request.output_dtype)
@@ -95,8 +93,6 @@ def make_decode_config(
         sums_in_psum=False,
         h_axis=h_axis,
         i_axis=tile_axis(I),
-        is_unrolled=request.loops == "unrolled",
-        missing=request.missing,
         chip=request.chip,
         gives_rows=may_give_rows(sizes.T, H, h_axis, weights),
     )

@@ -171,8 +171,6 @@ def make_logits(
 ) -> nl.ndarray:
     """Return the logits of tokens first .. first + rows, [rows, max(N, 8)] float32.
 
-    They stay in PSUM where nothing is to be done to them: the choice can be made there.
-
     Args:
         x_sb: [h, H/h, T] turned tokens.
         first: first token.
@@ -195,8 +193,6 @@ def make_logits(
             is_stationary_onezero=True,
             accumulate=True,
         )
-    if columns == num_experts and num_experts >= AT_ONCE:
-        return logits_ps
     logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
     if num_experts < AT_ONCE:
         nisa.memset(dst=logits_sb, value=LOWEST)

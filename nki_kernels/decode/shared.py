@@ -82,7 +82,6 @@ def make_shared_config(
             shard="experts",
             chunks=0 if layout == "packed" else 1,
             weight_buffers=1,
-            missing=config.missing,
         ),
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum, gives_rows=config.gives_rows)

@@ -67,11 +67,11 @@ def load_in(
         is_last: whether it is the last one of its chunk on this core.
     """
     if config.weights.layout == "packed":
-        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), item)
+        _load_run(b.gate_up[buffer], _entry(x.gate_up, expert), item)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
     first = item // config.parts * i_axis.size
-    gate_up = _entry(config, x.gate_up, expert)
+    gate_up = _entry(x.gate_up, expert)
     if config.h_axis.is_strided:
         _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
     else:
@@ -79,16 +79,16 @@ def load_in(
     if not is_last:
         return
     if config.formula.has_gate_up_bias:
-        bias = _entry(config, x.gate_up_bias, expert)
+        bias = _entry(x.gate_up_bias, expert)
         load_halves(b.gate_up_bias[buffer], bias, i_axis, I, first)
     if config.weights.has_scales:
-        scale = _entry(config, x.gate_up_scale, expert)
+        scale = _entry(x.gate_up_scale, expert)
         load_halves(b.gate_up_scale[buffer], scale, i_axis, I, first)
     if config.weights.down_scale == "channel":
-        scale = _entry(config, x.down_scale, expert)
+        scale = _entry(x.down_scale, expert)
         load_matrix(b.down_scale[buffer], scale, config.h_axis, 0, 1, [1, 1], 1)
     elif config.weights.down_scale == "expert":
-        scale = _entry(config, x.down_scale, expert)
+        scale = _entry(x.down_scale, expert)
         load_pattern(b.down_scale[buffer], scale, [[0, PARTITIONS], [1, 1]], 0)
 
 
@@ -99,9 +99,10 @@ def load_out(
     expert: nl.NkiTensor,
     buffer: int,
     item: int,
+    is_first: bool,
 ) -> None:
-    """Load down weights of an item; beside the first one the expert's bias if it is apart."""
-    H, i_axis, down = config.H, config.i_axis, _entry(config, x.down, expert)
+    """Load down weights of an item; beside the first one of a core its bias, if it is apart."""
+    H, i_axis, down = config.H, config.i_axis, _entry(x.down, expert)
     first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
         _load_run(b.down[buffer], down, item)
@@ -109,8 +110,8 @@ def load_out(
         _load_part_out(config, b.down[buffer], down, first, item % config.parts)
     else:
         load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
-    if loads_bias(config) and item == 0:
-        _load_down_bias(config, b.down_bias[buffer], _entry(config, x.down_bias, expert))
+    if loads_bias(config) and is_first:
+        _load_down_bias(config, b.down_bias[buffer], _entry(x.down_bias, expert))
 
 
 def _load_down_bias(config: DecodeConfig, dst_sb: nl.NkiTensor, down_bias: Entry) -> None:
@@ -134,7 +135,7 @@ def load_item(
 ) -> None:
     """Load all of an item, a whole chunk; see `load_in`."""
     load_in(config, b, x, expert, buffer, item, True)
-    load_out(config, b, x, expert, buffer, item)
+    load_out(config, b, x, expert, buffer, item, item == 0)
 
 
 def _load_part_in(
@@ -165,9 +166,9 @@ def _load_part_out(
     load_pattern(part_sb, down, pattern, (first + begin) * H)
 
 
-def _entry(config: DecodeConfig, stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
+def _entry(stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
     """Return an expert's part of an operand."""
-    return Entry(stack, expert, config.missing == "skip")
+    return Entry(stack, expert, False)
 
 
 def _load_run(dst_sb: nl.NkiTensor, entry: Entry, chunk: int) -> None:
@@ -183,6 +184,7 @@ def spread_column(
     inputs: list[nl.NkiTensor],
     column: int,
     ring: int,
+    bias: float,
 ) -> None:
     """Put what every token takes of an expert, and gives to it, on all partitions.
 
@@ -192,6 +194,7 @@ def spread_column(
         weights, inputs: per 128 tokens [tokens, entries] float32; see `Listed`.
         column: the expert's entry.
         ring: which buffers to fill.
+        bias: what to multiply the expert's down bias with.
     """
     column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
@@ -202,8 +205,11 @@ def spread_column(
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if loads_bias(config):
-        nisa.tensor_copy(
-            dst=b.column_row[ring], src=column_ps[0 : bias_partitions(config), 0 : config.T]
+        nisa.tensor_scalar(
+            dst=b.column_row[ring],
+            data=column_ps[0 : bias_partitions(config), 0 : config.T],
+            op0=nl.multiply,
+            operand0=bias,
         )
 
 

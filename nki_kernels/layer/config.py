@@ -28,7 +28,7 @@ from nki_kernels.prefill import (
     output_tiles,
     visits_of,
 )
-from nki_kernels.prefill.config import num_partials
+from nki_kernels.prefill.config import is_alone, num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
@@ -151,10 +151,10 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     """Whether each core asks for its first weights while its tokens are listed.
 
     They must fit SBUF beside the lists; where cores split the hidden axis they wait for its
-    barriers.
+    barriers. Trips that load for themselves ask for nothing before.
     """
     experts, top_k = config.experts, choices_of(config).top_k
-    if experts.shard.splits_h:
+    if experts.shard.splits_h or is_alone(experts.loop):
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
     width = places_width(config, num_cores)

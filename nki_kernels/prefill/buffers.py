@@ -28,6 +28,7 @@ from nki_kernels.prefill.config import (
     inner_banks,
     inner_per_bank,
     inner_places,
+    is_alone,
     is_mx,
     largest_visit_of,
     mx_form,
@@ -35,6 +36,7 @@ from nki_kernels.prefill.config import (
     scales_late,
     stored_rows,
     stores_pieces,
+    trip_pairs,
     visits_ahead,
 )
 from nki_kernels.prefill.memory import row_table, visit_table, weight_table
@@ -77,6 +79,14 @@ class WeightBuffers(NKIObject):
 
 
 @dataclass
+class Fetched(NKIObject):
+    """A table of all visits [rows, V, columns], and what a trip takes of it, [rows, n, columns]."""
+
+    own_sb: nl.NkiTensor
+    table_sb: nl.NkiTensor
+
+
+@dataclass
 class Buffers(NKIObject):
     """What stays on chip; sizes are those of memory.py.
 
@@ -107,6 +117,7 @@ class Buffers(NKIObject):
     turn_ps: list[nl.NkiTensor]
     outer_ps: list[nl.NkiTensor]
     ones: nl.NkiTensor
+    zeros: list[nl.NkiTensor]
     expert: list[nl.NkiTensor]
     expert_out: list[nl.NkiTensor]
     ids: list[nl.NkiTensor]
@@ -124,9 +135,12 @@ class Buffers(NKIObject):
     piece_table: list[nl.NkiTensor]
     scale_table: list[nl.NkiTensor]
     trips: nl.NkiTensor
+    ends: list[nl.NkiTensor]
+    fetched: list[Any]
     counter: nl.NkiTensor
     ahead: nl.NkiTensor
     one: nl.NkiTensor
+    visits: int = 0  # of the trip, where it loads for itself
 
 
 def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
@@ -167,6 +181,25 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
     turn_ps = []
     for bank_ps in outer_ps:
         turn_ps.append(bank_ps.view(nl.bfloat16))
+    expert, ids, scale = allocate(v.expert), allocate(v.ids), allocate(v.scale)
+    out_tile, out_row = allocate(v.out_tile), allocate(v.out_row)
+    expert_table = weights.expert_table
+    tile_table, row_tables = allocate(v.tile_table)[0], allocate(v.row_table)
+    piece_tables, scale_tables = allocate(v.piece_table), allocate(v.scale_table)
+    id_table = weights.id_tables[0] if weights.id_tables else make_id_table(config)
+    fetched = []
+    if is_alone(config.loop):
+        wide = (1, expert_table.shape[1], 1)
+        fetched = [Fetched(expert[0], expert_table.reshape(wide)), Fetched(ids[0], id_table)]
+        if config.stores == "tiles":
+            fetched.append(Fetched(out_tile[0], tile_table))
+        elif stores_pieces(config):
+            fetched.append(Fetched(out_tile[0], piece_tables[0]))
+        else:
+            fetched.append(Fetched(out_row[0], row_tables[0]))
+        for number in range(len(scale)):
+            fetched.append(Fetched(scale[number], scale_tables[number]))
+    scales = _by_visit(config, scale)
     return Buffers(
         gate_up=weights.gate_up,
         down=weights.down,
@@ -192,27 +225,48 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         turn_ps=turn_ps,
         outer_ps=outer_ps,
         ones=allocate(v.ones)[0],
-        expert=allocate(v.expert),
+        zeros=allocate(v.zeros),
+        expert=_by_visit(config, expert),
         expert_out=allocate(v.expert_out),
-        ids=allocate(v.ids),
+        ids=_by_visit(config, ids),
         first_ids=allocate(v.first_ids),
-        scale=allocate(v.scale),
+        scale=scales,
         wide_scale=allocate(r.wide_scale),
         in_tile=allocate(v.in_tile),
-        out_tile=allocate(v.out_tile),
-        out_row=allocate(v.out_row),
-        out_scale=allocate(v.out_scale),
-        expert_table=weights.expert_table,
-        tile_table=allocate(v.tile_table)[0],
-        id_table=weights.id_tables[0] if weights.id_tables else make_id_table(config),
-        row_table=allocate(v.row_table),
-        piece_table=allocate(v.piece_table),
-        scale_table=allocate(v.scale_table),
+        out_tile=_by_visit(config, out_tile),
+        out_row=_by_visit(config, out_row),
+        out_scale=scales if is_alone(config.loop) else allocate(v.out_scale),
+        expert_table=expert_table,
+        tile_table=tile_table,
+        id_table=id_table,
+        row_table=row_tables,
+        piece_table=piece_tables,
+        scale_table=scale_tables,
+        fetched=fetched,
         trips=allocate(v.trips)[0],
+        ends=allocate(v.ends),
         counter=allocate(v.counter)[0],
         ahead=allocate(v.ahead)[0],
         one=allocate(v.one)[0],
     )
+
+
+def _by_visit(config: PrefillConfig, made: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
+    """Return what belongs to visits, [rows, columns] each: tiles by parity, or parts of one."""
+    if not is_alone(config.loop):
+        return made
+    views = []
+    for wide_sb in made:
+        for visit in range(wide_sb.shape[1]):
+            views.append(wide_sb[:, visit])
+    return views
+
+
+def visit_after(b: Buffers, s: int, count: int) -> int:
+    """Return which visit comes so many after one: by parity, or of the trip, -1 past its end."""
+    if b.visits == 0:
+        return (s + count) % 2
+    return s + count if s + count < b.visits else -1
 
 
 def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
@@ -285,6 +339,8 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
+    for zeros_sb in b.zeros:
+        nisa.memset(dst=zeros_sb, value=0.0)
     _clear_rows(config, b)
     if is_mx(config):
         _clear_fours(config, b)
@@ -310,6 +366,8 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
             _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
+    if is_alone(config.loop):
+        return
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
     for s in range(visits_ahead(config.loop, config.loop.out_parts)):
         _follow(b.expert_out[s], b.expert[s], last_sb)
@@ -319,6 +377,8 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip what later visits need, beside the first weights."""
     entries, lane = b.expert_table.shape[1] * largest_visit_of(config), lists.lane
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
+    if is_alone(config.loop):
+        _find_ends(config, b)
     if stores_pieces(config):
         _fill_piece_table(config, b, lists)
     elif config.stores == "rows":
@@ -491,6 +551,66 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
                 op1=nl.maximum,
                 operand1=number_sb[0:1, begin:end],
             )
+
+
+def _find_ends(config: PrefillConfig, b: Buffers) -> None:
+    """Write where the loops over each class end, in pairs of visits from the first class on."""
+    sizes = trip_pairs(config.loop)
+    mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
+    for k in range(len(sizes)):
+        nisa.memset(dst=mask_sb[0:1, k : k + 1], value=-sizes[k])
+        nisa.tensor_tensor(
+            dst=b.ends[0][0:1, :, k],
+            data1=b.trips,
+            data2=mask_sb[0:1, k : k + 1].broadcast(1, b.trips.shape[1]),
+            op=nl.bitwise_and,
+        )
+    for number in range(1, b.trips.shape[1]):
+        first_sb = b.ends[0][0:1, number - 1, len(sizes) - 1 : len(sizes)]
+        ends_sb = b.ends[0][0:1, number]
+        nisa.tensor_tensor(
+            dst=ends_sb, data1=ends_sb, data2=first_sb.broadcast(1, len(sizes)), op=nl.add
+        )
+
+
+def fetch_trip(config: PrefillConfig, b: Buffers, pair: Any, visits: int) -> None:
+    """Fetch what belongs to so many visits from a pair on, whose number is known or in a register.
+
+    Engines stand idle at the start of a trip, and each fetches something.
+    """
+    engines = [nisa.engine.vector, nisa.engine.scalar, nisa.engine.gpsimd, nisa.engine.gpsimd]
+    b.visits = visits
+    for number in range(len(b.fetched)):
+        part = b.fetched[number]
+        rows, total, columns = part.table_sb.shape
+        size = visits * columns
+        pairs_sb = part.table_sb.reshape((rows, total // 2, 2 * columns))
+        pattern = [[total * columns, rows], [1, size]]
+        nisa.tensor_copy(
+            dst=part.own_sb.reshape((rows, part.own_sb.shape[1] * columns))[:, 0:size],
+            src=pairs_sb.ap(pattern, scalar_offset=pair, indirect_dim=1),
+            engine=engines[number],
+        )
+    if config.loop.skips_weights and visits > 1:
+        # An expert that the visit before has on chip is none.
+        expert_sb = b.fetched[0].own_sb[:, :, 0]
+        same_sb = nl.ndarray((1, visits - 1), dtype=nl.int32, buffer=nl.sbuf)
+        later_sb = expert_sb[0:1, 1:visits]
+        nisa.tensor_tensor(
+            dst=same_sb,
+            data1=later_sb,
+            data2=expert_sb[0:1, 0 : visits - 1],
+            op=nl.equal,
+            engine=nisa.engine.vector,
+        )
+        nisa.scalar_tensor_tensor(
+            dst=later_sb,
+            data=same_sb,
+            op0=nl.multiply,
+            operand0=float(config.E),
+            op1=nl.add,
+            operand1=later_sb,
+        )
 
 
 def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:

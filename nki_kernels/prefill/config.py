@@ -20,6 +20,7 @@ from nki_kernels.common.weight_formats import ITEM_BYTES
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
 _FIRST_ENTRIES = 256  # of the lists of visits: two gathers
+MOST_PAIRS = 8  # of visits of a trip
 MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
 
 
@@ -105,6 +106,8 @@ class PlanRequest(NKIObject):
         chip: what the launch is for; MX weights need a trn3.
         tells_short: visits whose last row tile is at most half full have loops of their own, which
             compute half of it.
+        trips: of run-time loops: each loads what it uses, and leaves nothing on chip for another
+            one (alone), or asks for what the next one begins with (ahead).
     """
 
     shard_plan: str = "balanced"
@@ -120,6 +123,7 @@ class PlanRequest(NKIObject):
     missing: str = "skip"
     chip: str = "trn2"
     tells_short: bool = False
+    trips: str = "ahead"
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,9 @@ class LoopPlan(NKIObject):
     transposes the gathered rows: the tensor engine, or the gather itself ("dma"), which then wants
     rows of weights that lie further apart. Where rows are stored, `piece_rows` that follow one
     another are stored together if one of them holds a token. `fetches` is who copies entries of
-    tables, `missing` what stands for nothing.
+    tables, `missing` what stands for nothing. `trips` is whether a trip loads for the next one; if
+    not, it has `pairs` of visits, a power of two, and what is left of a class makes trips of half
+    as many, and so on.
     """
 
     classes: tuple[int, ...]
@@ -178,6 +184,8 @@ class LoopPlan(NKIObject):
     h_parts: int = 1
     is_eager: bool = False
     piece_rows: int = 1
+    trips: str = "ahead"
+    pairs: int = 1
 
 
 @dataclass(frozen=True)
@@ -289,6 +297,25 @@ def inner_banks(config: PrefillConfig) -> int:
 def inner_per_bank(config: PrefillConfig) -> int:
     """Return how many of these sums fit a bank."""
     return BANK_FLOATS // (num_projections(config.formula) * config.tile_rows)
+
+
+def is_alone(loop: LoopPlan) -> bool:
+    """Whether a trip loads what it uses, and nothing for the next one."""
+    return loop.trips == "alone" and loop.is_dynamic
+
+
+def visits_at_once(loop: LoopPlan) -> int:
+    """Return the visits that the kernel keeps track of: those of a trip, or two by parity."""
+    return 2 * loop.pairs if is_alone(loop) else 2
+
+
+def trip_pairs(loop: LoopPlan) -> list[int]:
+    """Return the pairs of visits of a trip, for each loop over a class in order."""
+    sizes, size = [loop.pairs], loop.pairs
+    while size > 1:
+        size = size // 2
+        sizes.append(size)
+    return sizes
 
 
 def row_places(loop: LoopPlan) -> int:
@@ -440,7 +467,8 @@ def num_visits(config: PrefillConfig) -> int:
 def visit_dims(config: PrefillConfig) -> VisitDims:
     """Return what the lists of visits are made by, on the host or by `index_blocks`."""
     loop = config.loop
-    reload_after = loop.weight_buffers if loop.skips_weights else 0
+    # A trip that loads for itself tells by itself what it has on chip.
+    reload_after = loop.weight_buffers if loop.skips_weights and not is_alone(loop) else 0
     return VisitDims(
         config.shard.num_lanes,
         largest_visit_of(config),

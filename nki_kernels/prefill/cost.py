@@ -21,7 +21,6 @@ from nki_kernels.prefill.config import (
     largest_visit_of,
     mx_form,
     scales_late,
-    share_of,
     stored_rows,
     stores_pieces,
 )
@@ -134,8 +133,7 @@ def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -
     deep = config.h_axis.group  # elements that a matmul adds up on a partition
     row = depth * num_projections(config.formula) * i_count // deep + turn
     tile = i_count * H // deep
-    adds_bias = config.formula.has_down_bias and share_of(config, core).adds_bias
-    if adds_bias and not bias_is_inside(config):
+    if config.formula.has_down_bias and not bias_is_inside(config):
         tile += H
     trips = _trips(config, lists)
     total = turn * config.tile_rows

@@ -27,8 +27,9 @@ from nki_kernels.prefill.buffers import (
     look_ahead,
     look_at_expert,
     look_at_outputs,
+    visit_after,
 )
-from nki_kernels.prefill.config import PrefillConfig, Share, scales_late
+from nki_kernels.prefill.config import PrefillConfig, Share, is_alone, scales_late
 from nki_kernels.prefill.loads import (
     gather_after,
     gather_early,
@@ -58,34 +59,49 @@ def start_apart(config: PrefillConfig, b: Buffers, x: Operands, share: Share) ->
         load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)
     for s in range(2):
         load_down(config, b, x, share, b.expert[s], s, 0, s)
+
+
+def clear_own(config: PrefillConfig, b: Buffers) -> None:
+    """Clear what is exchanged: the last tile goes whole, and past its end there must be numbers."""
     if config.i_axis.tail < config.i_axis.rows:
-        # The last tile is exchanged whole; what is past its end must be a number.
         for own_sb in b.own:
             nisa.memset(dst=own_sb, value=0.0)
 
 
 def run_two_visits(
-    config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    sizes: tuple[int, int],
+    first: int = 0,
 ) -> None:
-    """Compute the row tiles of two visits, the exchange of one beside the products of the other."""
+    """Compute the row tiles of two visits from one on, the exchange of one beside the products of
+    the other.
+    """
+    for visit in (first, first + 1):
+        _go_in_apart(config, b, x, share, visit, sizes)
     for s in range(2):
-        _go_in_apart(config, b, x, share, s, sizes)
-    for s in range(2):
-        look_at_outputs(config, b, s)
+        visit = first + s
+        if not is_alone(config.loop):
+            look_at_outputs(config, b, s)
         prepare_part(config, b, s)
         for j in range(sizes[s]):
-            _add_up(config, b, s, j)
+            _add_up(config, b, visit, j)
         if scales_late(config):
             load_late_scales(config, b, x, sizes[1 - s])
-        # Biases and scales of this visit are used up; `expert` is that of two visits ahead.
-        load_beside(config, b, x, share, b.expert[s], s, 0)
+        # Biases and scales of this visit are used up.
+        ahead = visit_after(b, visit, 2)
+        if ahead >= 0:
+            load_beside(config, b, x, share, b.expert[ahead], s, 0)
         if config.has_scales:
             spread_down_scale(config, b, s)
         for j in range(sizes[s]):
             outer = (s * sizes[0] + j) % config.loop.outer_buffers
-            project_out(config, b, s, j, 0, share.adds_bias, outer, config.tile_rows)
-            store_rows(config, b, x, share, s, j, outer, config.tile_rows)
-        load_down(config, b, x, share, b.expert[s], s, 0, s)
+            project_out(config, b, visit, j, 0, share.adds_bias, outer, config.tile_rows)
+            store_rows(config, b, x, share, visit, j, outer, config.tile_rows)
+        if ahead >= 0:
+            load_down(config, b, x, share, b.expert[ahead], s, 0, s)
 
 
 def _go_in_apart(
@@ -97,12 +113,13 @@ def _go_in_apart(
     sizes: tuple[int, int],
 ) -> None:
     """Multiply this core's share of the rows of a visit, and send off what comes of it."""
-    size, next_size = sizes[s], sizes[1 - s]
+    following, ahead = visit_after(b, s, 1), visit_after(b, s, 2)
+    size, next_size = sizes[s % 2], sizes[1 - s % 2] if following >= 0 else 0
     last = config.i_axis.count - 1
     by_dma = config.loop.turns == "dma"
     gather_early(config, b, x, share, s)
     for j in range(size, min(next_size, config.loop.row_buffers)):
-        gather_rows(config, b, x, share, 1 - s, j)
+        gather_rows(config, b, x, share, following, j)
     for j in range(size):
         for tile in range(last):
             _multiply_apart(config, b, s, j, tile)
@@ -114,11 +131,14 @@ def _go_in_apart(
         if by_dma and j > 0:
             gather_after(config, b, x, share, s, j, size, next_size)
         _exchange(config, b, s, j)
-    turn_rows(config, b, 1 - s, 0, config.tile_rows)
-    look_at_expert(config, b, s)
-    look_ahead(config, b, s)
+    if following >= 0:
+        turn_rows(config, b, following, 0, config.tile_rows)
+    if not is_alone(config.loop):
+        look_at_expert(config, b, s)
+        look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
-    load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)
+    if ahead >= 0:
+        load_gate_up(config, b, x, share, b.expert[ahead], s % 2, 0, 0)
 
 
 def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int) -> None:
@@ -126,7 +146,7 @@ def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int
     rows = rows_of(config.i_axis, tile)
     turn = inner_turn(config, j, 0, tile)
     bank_ps = b.inner_ps[turn]
-    multiply_in(config, b, s, s, j, tile, 0, bank_ps)
+    multiply_in(config, b, s % 2, s, j, tile, 0, bank_ps)
     own_sb = b.own[inner_buffer(config, s, j)]
     copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], turn)
 
@@ -149,4 +169,4 @@ def _add_up(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     nisa.tensor_tensor(dst=own_sb, data1=own_sb, data2=b.other[buffer], op=nl.add)
     for tile in range(config.i_axis.count):
         projected = own_sb[0 : rows_of(config.i_axis, tile), tile]
-        finish_in(config, b, s, s, j, 0, tile, projected)
+        finish_in(config, b, s % 2, s, j, 0, tile, projected)

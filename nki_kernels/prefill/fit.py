@@ -18,6 +18,7 @@ from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.visits import sizes_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
+    MOST_PAIRS,
     LoopPlan,
     PlanRequest,
     PrefillConfig,
@@ -25,6 +26,7 @@ from nki_kernels.prefill.config import (
     core_width,
     fit_of,
     inner_banks,
+    is_alone,
     is_mx,
     largest_visit_of,
     loads_in_parts,
@@ -47,6 +49,8 @@ _LEAST_I_PART, _LEAST_H_PART = 64, 256
 _H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
 _LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
 _LEAST_ROW_BANKS = 2
+# From the last product of a trip to the first of the next one, which loads for itself.
+_EDGE_NS, _EDGES_OF_A_TRIP = 8_000.0, 24
 
 
 def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> float:
@@ -282,7 +286,7 @@ def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int
     for size in range(largest_visit_of(config), 0, -1):
         if asked != "dma":
             yield size, "tensor"
-        if asked != "tensor" and by_dma:
+        if asked != "tensor" and by_dma and not is_alone(config.loop):
             yield size, "dma"
 
 
@@ -306,4 +310,12 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
             more = replace(loop, **{name: count + 1})
             if count < cap and sbuf_bytes(replace(config, loop=more)) <= most:
                 loop, grows = more, True
-    return loop
+    return replace(loop, pairs=_pairs(config)) if is_alone(loop) else loop
+
+
+def _pairs(config: PrefillConfig) -> int:
+    """Return the pairs of visits of a trip: so many that its edges are a small part of it."""
+    pairs, pair_ns = 1, 2 * visit_ns(config, 1)
+    while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_A_TRIP * _EDGE_NS:
+        pairs *= 2
+    return pairs

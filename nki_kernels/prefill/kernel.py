@@ -60,6 +60,7 @@ from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
     WeightBuffers,
+    fetch_trip,
     fill_first,
     fill_later,
     fill_rest,
@@ -72,20 +73,23 @@ from nki_kernels.prefill.buffers import (
     start_expert,
     start_scales,
     start_visits,
+    visit_after,
 )
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
     computed_rows,
     first_tiles,
+    is_alone,
     num_partials,
     output_tiles,
     part_tiles,
     parts_ahead,
     scales_late,
     share_of,
+    trip_pairs,
 )
-from nki_kernels.prefill.exchange import run_two_visits, start_apart
+from nki_kernels.prefill.exchange import clear_own, run_two_visits, start_apart
 from nki_kernels.prefill.loads import (
     first_row,
     gather_after,
@@ -186,9 +190,76 @@ def compute_visits(
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
     _start_pipeline(config, b, weights, x, lists, share)
+    begin: Any = 0
     for position in range(len(loops_of(config.loop.classes))):
-        _run_class(config, b, x, position, share)
+        if is_alone(config.loop):
+            begin = _run_alone(config, b, x, position, begin, share)
+        else:
+            _run_class(config, b, x, position, share)
     return x.output
+
+
+def _run_alone(
+    config: PrefillConfig, b: Buffers, x: Operands, position: int, begin: Any, share: Share
+) -> Any:
+    """Go through the visits of one loop in trips that load for themselves, from a pair on; return
+    where they end.
+    """
+    sizes, pairs = loops_of(config.loop.classes)[position], trip_pairs(config.loop)
+    for number in range(len(pairs)):
+        end = nisa.register_alloc()
+        nisa.register_load(end, b.ends[0][0:1, position, number : number + 1])
+        _loop_over(config, b, x, share, sizes, begin, end, pairs[number])
+        begin = end
+    return begin
+
+
+def _loop_over(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    sizes: tuple[int, int],
+    begin: Any,
+    end: Any,
+    pairs: int,
+) -> None:
+    """Loop over trips of so many pairs of visits."""
+
+    def one_trip(pair: Any) -> None:
+        fetch_trip(config, b, pair, 2 * pairs)
+        _start_trip(config, b, x, share, sizes)
+        for s in range(0, 2 * pairs, 2):
+            if config.shard.splits_h:
+                run_two_visits(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
+            else:
+                _run_visit(config, b, x, s, sizes, share)
+                _run_visit(config, b, x, s + 1, sizes, share)
+
+    nl.fori_loop(begin, end, one_trip, step=pairs)
+
+
+def _start_trip(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
+) -> None:
+    """Do what visit 0 of a trip expects to be done: its weights and rows, first rows of visit 1."""
+    loop = config.loop
+    gather_rows(config, b, x, share, 0, 0)
+    if config.shard.splits_h:
+        start_apart(config, b, x, share)
+    else:
+        for step in range(parts_ahead(loop, loop.in_parts * loop.h_parts)):
+            _load_step(config, b, x, share, 0, step)
+    if loop.first_buffers == 2:
+        gather_rows(config, b, x, share, 1, 0)
+    if not config.shard.splits_h:
+        for part in range(parts_ahead(loop, loop.out_parts)):
+            _load_part(config, b, x, share, 0, part)
+    for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
+        gather_rows(config, b, x, share, 0, j)
+    turn_rows(config, b, 0, 0, config.tile_rows)
+    if loop.first_buffers == 1:
+        gather_rows(config, b, x, share, 1, 0)
 
 
 def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
@@ -225,6 +296,12 @@ def _start_pipeline(
     ids are looked up, and the tensor engine its rows when the weights have come.
     """
     fill_first(config, b, weights, lists)
+    if is_alone(config.loop):
+        start_scales(config, b, lists)
+        fill_later(config, b, weights, lists)
+        fill_rest(config, b, lists)
+        clear_own(config, b)
+        return
     early, count = first_tiles(config), part_tiles(config)
     if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
@@ -246,6 +323,7 @@ def _start_pipeline(
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
+        clear_own(config, b)
         fill_later(config, b, weights, lists)
     else:
         steps, parts = 1, 0  # of the first that are not asked for here
@@ -279,21 +357,26 @@ def _run_visit(
     The first tile of the next visit is turned before this one's down projection, so that the
     tensor engine has work while the last activation is computed.
     """
-    size, next_size = tiles_of(sizes[s]), tiles_of(sizes[1 - s])
-    look_at_outputs(config, b, s)
+    following, alone = visit_after(b, s, 1), is_alone(config.loop)
+    halves = sizes[s % 2]
+    size, next_size = tiles_of(halves), tiles_of(sizes[1 - s % 2]) if following >= 0 else 0
+    if not alone:
+        look_at_outputs(config, b, s)
     gather_early(config, b, x, share, s)
     # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
-        gather_rows(config, b, x, share, 1 - s, j)
-    _go_in(config, b, x, s, sizes[s], next_size, share)
-    turn_rows(config, b, 1 - s, 0, config.tile_rows)
+        gather_rows(config, b, x, share, following, j)
+    _go_in(config, b, x, s, halves, next_size, share)
+    if following >= 0:
+        turn_rows(config, b, following, 0, config.tile_rows)
     # This visit has used its expert and ids: they become those of the visit two ahead, whose first
     # rows take the buffer that was just turned.
-    look_ahead(config, b, s)
+    if not alone:
+        look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
     if config.has_scales:
         spread_down_scale(config, b, s)
-    _go_out(config, b, x, s, sizes[s], s * tiles_of(sizes[0]), share)
+    _go_out(config, b, x, s, halves, s % 2 * tiles_of(sizes[0]), share)
 
 
 def _go_in(
@@ -334,7 +417,7 @@ def _go_in(
                 gather_after(config, b, x, share, s, j, size, next_size)
         if scales_late(config):  # whose gate and up weights are one part
             load_late_scales(config, b, x, next_size)
-        if step == steps - 1:
+        if step == steps - 1 and not is_alone(loop):
             look_at_expert(config, b, s)
         _load_step(config, b, x, share, s, step + parts_ahead(loop, steps))
         # The next visit needs these weights before it needs the rows of a tile beyond its first.
@@ -368,8 +451,9 @@ def _load_step(
 ) -> None:
     """Load a part of the gate and up weights, counted from the first one of visit s."""
     steps = config.loop.in_parts * config.loop.h_parts
-    expert = b.expert[(s + step // steps) % 2]
-    _load_step_of(config, b, x, share, expert, s, step)
+    visit = visit_after(b, s, step // steps)
+    if visit >= 0:
+        _load_step_of(config, b, x, share, b.expert[visit], s, step)
 
 
 def _load_step_of(
@@ -397,6 +481,13 @@ def _load_part(
 ) -> None:
     """Load a part of the down weights, counted from the first one of visit s."""
     parts = config.loop.out_parts
-    visit, buffer = (s + part // parts) % 2, (s * parts + part) % config.loop.weight_buffers
+    visit, buffer = (
+        visit_after(b, s, part // parts),
+        (s * parts + part) % config.loop.weight_buffers,
+    )
+    if is_alone(config.loop):
+        if visit >= 0:
+            load_down(config, b, x, share, b.expert[visit], buffer, part % parts, visit)
+        return
     expert = b.expert[s] if part // parts == 2 else b.expert_out[visit]
     load_down(config, b, x, share, expert, buffer, part % parts, visit)

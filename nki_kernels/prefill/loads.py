@@ -17,13 +17,14 @@ from nki_kernels.common.tiles import (
     row_steps,
     when_missing,
 )
-from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows
+from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows, visit_after
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
     adds_offset,
     bias_is_inside,
     core_width,
+    is_alone,
     is_mx,
     loads_in_parts,
     part_tiles,
@@ -44,6 +45,9 @@ def gather_early(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s
     They then reach the memory before the weights of the next visits, and nobody waits for them.
     """
     if config.loop.first_buffers == 2:
+        if is_alone(config.loop):
+            _gather_ahead(config, b, x, share, s)
+            return
         look_at_first_rows(config, b, s)
         _gather(config, b, x, share, b.first_ids[s], s, 0)
 
@@ -51,7 +55,14 @@ def gather_early(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s
 def gather_late(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
     """Gather the first rows of the visit two ahead, if the next visit's were in their buffer."""
     if config.loop.first_buffers == 1:
-        gather_rows(config, b, x, share, s, 0)
+        _gather_ahead(config, b, x, share, s)
+
+
+def _gather_ahead(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
+    """Gather the first rows of the visit two ahead, if it is one of the trip."""
+    ahead = visit_after(b, s, 2)
+    if ahead >= 0:
+        gather_rows(config, b, x, share, ahead, 0)
 
 
 def _gather(
@@ -119,7 +130,8 @@ def gather_after(
     if j + ring < size:
         gather_rows(config, b, x, share, s, j + ring)
     elif 1 + ring_place(config, j) < next_size:
-        gather_rows(config, b, x, share, 1 - s, 1 + ring_place(config, j))
+        following = visit_after(b, s, 1)
+        gather_rows(config, b, x, share, following, 1 + ring_place(config, j))
 
 
 def turned_buffer(config: PrefillConfig, s: int, j: int) -> int:

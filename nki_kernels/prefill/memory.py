@@ -5,7 +5,7 @@ Legend: h, i partitions of a tile of H or I; R rows of a tile, V visits, G row t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nki.language as nl
 
@@ -22,6 +22,7 @@ from nki_kernels.prefill.config import (
     bias_terms,
     core_width,
     has_scale_table,
+    is_alone,
     is_mx,
     largest_visit_of,
     loads_in_parts,
@@ -33,6 +34,8 @@ from nki_kernels.prefill.config import (
     scales_late,
     stored_rows,
     stores_pieces,
+    trip_pairs,
+    visits_at_once,
 )
 
 _AHEAD_BYTES = 6 << 20  # of weights, which take a core some 18 us
@@ -82,7 +85,8 @@ class _VisitTable(NamedTuple):
     piece_table: Tiles
     scale_table: Tiles
     trips: Tiles
-    expert: Tiles  # one visit; by parity
+    ends: Tiles  # of the loops over a class, where trips load for themselves
+    expert: Tiles  # one visit, by parity; or all of a trip
     expert_out: Tiles
     ids: Tiles
     first_ids: Tiles  # of the first row tile of the visit two ahead
@@ -95,6 +99,7 @@ class _VisitTable(NamedTuple):
     ahead: Tiles
     one: Tiles
     ones: Tiles
+    zeros: Tiles  # what a core multiplies the down bias with, where the other one adds it
 
 
 def weight_table(config: PrefillConfig) -> _WeightTable:
@@ -186,7 +191,8 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
     by_piece = 1 if stores_pieces(config) else 0
     by_row = 0 if config.stores == "tiles" or by_piece else 1
     pieces = R // stored_rows(config)
-    one = (1, 1)
+    one, classes, alone = (1, 1), len(loops_of(config.loop.classes)), int(is_alone(config.loop))
+    sizes = len(trip_pairs(config.loop))
     return _VisitTable(
         expert_table=small_tiles(1, (1, V), nl.int32),
         tile_table=small_tiles(1, (1, V, G), nl.int32),
@@ -195,21 +201,30 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         piece_table=tiles(by_piece, (1, V, G * pieces), nl.int32),
         row_table=Tiles(by_row, (R, V, G), nl.int32, 0),
         scale_table=Tiles(scaled, (R, V, G), nl.float32, 0),
-        trips=small_tiles(1, (1, len(loops_of(config.loop.classes))), nl.int32),
-        expert=small_tiles(2, one, nl.int32),
-        expert_out=small_tiles(2, one, nl.int32),
-        ids=small_tiles(2, (R, G), nl.int32),
-        first_ids=small_tiles(2 * (config.loop.first_buffers - 1), (R, 1), nl.int32),
-        scale=small_tiles(2 * scaled, (R, G), nl.float32),
+        trips=small_tiles(1, (1, classes), nl.int32),
+        ends=small_tiles(alone, (1, classes, sizes), nl.int32),
+        expert=_of_visits(config, 1, 1, 1, nl.int32),
+        expert_out=small_tiles(2 - 2 * alone, one, nl.int32),
+        ids=_of_visits(config, 1, R, G, nl.int32),
+        first_ids=small_tiles(2 * (config.loop.first_buffers - 1) * (1 - alone), (R, 1), nl.int32),
+        scale=_of_visits(config, scaled, R, G, nl.float32),
         in_tile=small_tiles(late, (1, G), nl.int32),
-        out_tile=small_tiles(2, (1, G * pieces), nl.int32),
-        out_row=small_tiles(2 * by_row, (R, G), nl.int32),
-        out_scale=small_tiles(2 * scaled, (R, G), nl.float32),
+        out_tile=_of_visits(config, 1, 1, G * pieces, nl.int32),
+        out_row=_of_visits(config, by_row, R, G, nl.int32),
+        out_scale=small_tiles(2 * scaled * (1 - alone), (R, G), nl.float32),
         counter=small_tiles(1, one, nl.int32),
         ahead=small_tiles(1, one, nl.int32),
         one=small_tiles(1, one, nl.int32),
         ones=small_tiles(1, (3, PARTITIONS), nl.bfloat16),
+        zeros=small_tiles(int(config.shard.splits_i), (3, PARTITIONS), nl.bfloat16),
     )
+
+
+def _of_visits(config: PrefillConfig, count: int, rows: int, columns: int, dtype: Any) -> Tiles:
+    """Return tiles of the visits that are kept track of: one for all of a trip, or one each."""
+    if is_alone(config.loop):
+        return tiles(count, (rows, visits_at_once(config.loop), columns), dtype)
+    return small_tiles(2 * count, (rows, columns), dtype)
 
 
 def weight_bytes(config: PrefillConfig) -> int:

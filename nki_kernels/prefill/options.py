@@ -12,6 +12,7 @@ from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles,
 from nki_kernels.common.weight_formats import ITEM_BYTES, MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.prefill.config import (
     BLOCK_SIZES,
+    MOST_PAIRS,
     MOST_TILES,
     ExpertSizes,
     LoopPlan,
@@ -40,6 +41,7 @@ _ALLOWED = {
     "turns": ("auto", "tensor", "dma"),
     "fetches": ("copy", "dma"),
     "missing": ("skip", "spare"),
+    "trips": ("ahead", "alone"),
     "loop_plan": ("sorted", "dynamic", "static"),
     "shard_plan": ("balanced", "block", "intermediate", "hidden"),
 }
@@ -144,6 +146,8 @@ def _draft(
         fetches=request.fetches,
         missing=request.missing,
         piece_rows=_piece_rows(sizes, work),
+        trips=request.trips,
+        pairs=MOST_PAIRS if request.trips == "alone" and request.loop_plan != "static" else 1,
     )
     # Rows without a token cannot be left out where nothing can.
     stores = "tiles" if request.missing == "spare" else work.stores
@@ -292,6 +296,11 @@ def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> 
     shard = shard_plan_of(shard_plan, work.num_cores)
     if request.turns == "dma" and not is_even(H):
         raise ValueError(f"turns='dma': needs H in equal tiles, not H={H}. Use turns='tensor'.")
+    if request.turns == "dma" and request.trips == "alone":
+        raise ValueError(
+            "turns='dma', trips='alone': gathers that turn rows are asked for a visit ahead. Use"
+            " turns='tensor'."
+        )
     if request.largest_visit < 1:
         raise ValueError(f"largest_visit={request.largest_visit}: must be at least 1.")
     if shard.splits_i and I % work.num_cores:

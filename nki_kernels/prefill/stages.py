@@ -199,7 +199,7 @@ def inner_turn(config: PrefillConfig, j: int, part: int, tile: int) -> int:
 
 def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer holds a row tile between the projections."""
-    return s * largest_visit_of(config) + j if config.shard.splits_h else j
+    return s % 2 * largest_visit_of(config) + j if config.shard.splits_h else j
 
 
 def _chain(
@@ -302,10 +302,12 @@ def project_out(
                 moving=b.down[buffer][0:depth, t, begin:end],
                 accumulate=t > 0,
             )
-        if adds_bias and config.formula.has_down_bias and not bias_is_inside(config):
+        if config.formula.has_down_bias and not bias_is_inside(config):
+            # Both cores have the same instructions: one that adds no bias adds zeros.
+            factor_sb = b.ones if adds_bias else b.zeros[0]
             nisa.nc_matmul(
                 dst=bank_ps,
-                stationary=b.ones[0 : bias_terms(config), 0:R],
+                stationary=factor_sb[0 : bias_terms(config), 0:R],
                 moving=b.down_bias[buffer][0 : bias_terms(config), begin:end],
                 accumulate=True,
             )

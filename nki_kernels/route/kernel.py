@@ -55,7 +55,6 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS, SBUF_BYTES
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.router_choice import (
-    AT_ONCE,
     begin_weights,
     finish_logits,
     finish_weights,
@@ -313,9 +312,7 @@ def _choose_tile(
         gate_ps = logits_ps[:, num_experts : num_rows(config)]
         nisa.tensor_copy(dst=routed.gates_sb[0:rows, column], src=gate_ps)
         logits_ps = logits_ps[:, 0:num_experts]
-    logits = logits_ps
-    if config.formula.has_bias or config.returns_logits or num_experts < AT_ONCE:
-        logits = finish_logits(logits_ps, constants.bias_sb, config.formula)
+    logits = finish_logits(logits_ps, constants.bias_sb, config.formula)
     if config.returns_logits:
         target = token_rows(x.logits_TE, tokens, tile, 0, num_experts)
         nisa.dma_copy(dst=target, src=logits[:, 0:num_experts])

@@ -1,6 +1,7 @@
 """Plans that use only what public kernels show, and what of them is opened again."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from neuron_moe import BlockwiseMatmulConfig, MoE
 from neuron_moe.backends.nki import features
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Plan
-from neuron_moe.spec import FEATURES, Tuning
+from neuron_moe.spec import Tuning
 from neuron_moe.tools.models import read_model
 from neuron_moe.tuned import TunedPlans, TunedPrefill
+from neuron_moe.verdicts import FEATURES, PROBES, Verdict, opened_by, write_verdicts
 from tests.golden.layer_cases import Case, Step, draw_case, make_layer
 
 BF16_TOLERANCE = 2e-2  # of the norm of a token: three roundings of 2^-8 and their products
@@ -66,37 +68,41 @@ def plan(phase: str, tokens: int, model: str = "qwen3_30b_a3b", **tuning: Any) -
 
 
 def test_prefill_leaves_out_what_no_public_kernel_shows() -> None:
-    loop = plan("prefill", 512, features="safe")._compiled.config.loop  # type: ignore[attr-defined]
-    assert (loop.is_dynamic, loop.turns, loop.missing) == (False, "tensor", "spare")
+    loop = plan("prefill", 512)._compiled.config.loop  # type: ignore[attr-defined]
+    assert (loop.is_dynamic, loop.trips, loop.turns, loop.missing) == (
+        True,
+        "alone",
+        "tensor",
+        "skip",
+    )
 
 
 @pytest.mark.long
 def test_shared_experts_of_prefill_do_likewise() -> None:
-    shared = plan("prefill", 256, "llama4_scout", features="safe").shared_config  # type: ignore[attr-defined]
-    assert (shared.loop.is_dynamic, shared.loop.turns) == (False, "tensor")
-
-
-def test_shared_experts_of_decode_do_likewise() -> None:
-    decode = plan("decode", 4, "llama4_scout", features="safe").config  # type: ignore[attr-defined]
-    assert (decode.moe.missing, decode.shared.missing) == ("spare", "spare")
+    shared = plan("prefill", 256, "llama4_scout").shared_config  # type: ignore[attr-defined]
+    assert (shared.loop.trips, shared.loop.turns) == ("alone", "tensor")
 
 
 def test_decode_leaves_out_what_no_public_kernel_shows() -> None:
-    moe = plan("decode", 4, features="safe").config.moe  # type: ignore[attr-defined]
-    assert (moe.is_unrolled, moe.sums_in_psum, moe.missing) == (True, False, "spare")
+    moe = plan("decode", 4).config.moe  # type: ignore[attr-defined]
+    assert not moe.sums_in_psum
 
 
-def test_what_a_chip_was_seen_to_have_is_opened_again() -> None:
-    assert features.prefill_request(Tuning(features=FEATURES)) == features.prefill_request(Tuning())
-    some = Tuning(features=frozenset({"turning gathers", "sums over trips"}))
+def test_what_a_chip_was_seen_to_have_is_opened_again(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    found: dict[str, Verdict] = {probe: "works" for probes in PROBES.values() for probe in probes}
+    write_verdicts(file, found, "trn2", ())
+    assert opened_by(file) == FEATURES
+    write_verdicts(file, {**found, "loops in a row": "fails"}, "trn2", ())
+    some = Tuning(features=opened_by(file))
     prefill, decode = features.prefill_request(some), features.decode_request(some)
-    assert (prefill.turns, prefill.loop_plan, prefill.missing) == ("auto", "static", "spare")
-    assert (decode.sums, decode.loops, decode.missing) == ("auto", "unrolled", "spare")
+    assert (prefill.turns, prefill.trips, decode.sums) == ("auto", "ahead", "sbuf")
+    assert features.prefill_request(Tuning()).trips == "alone"
 
 
-@pytest.mark.parametrize("features", ["closed", frozenset({"loops"}), ["dynamic loops"], None])
+@pytest.mark.parametrize("features", ["closed", frozenset({"loops"}), ["sums over trips"], None])
 def test_an_unknown_feature_is_refused(features: Any) -> None:
-    with pytest.raises(ValueError, match="must be 'open', 'safe', or a frozenset of 'dynamic"):
+    with pytest.raises(ValueError, match="must be 'open', 'safe', or a frozenset of 'loads"):
         Tuning(features=features)
     with pytest.raises(ValueError, match="must be 'open', 'safe'"):
         BlockwiseMatmulConfig(features=features)
@@ -110,31 +116,23 @@ def named(**switches: Any) -> str:
 
 
 @pytest.mark.parametrize("switch", DYNAMIC_WHILES)
-def test_a_dynamic_while_that_was_named_runs_and_is_told(switch: str) -> None:
+def test_a_dynamic_while_has_a_precedent(switch: str) -> None:
     told = named(**{switch: True})
     assert "plan: dynamic loop" in told
-    assert "loop_plan='dynamic' was asked for by name and runs: no public kernel has" in told
+    assert "no public kernel" not in told
 
 
-def test_weight_skipping_that_was_named_runs_and_is_told() -> None:
-    told = named(use_block_parallel=True, skip_dma_weight=True)
-    assert "skip_weights=True was asked for by name and runs" in told
-    assert "loops written out for the worst case" in told
-
-
-def test_what_is_done_without_is_told() -> None:
-    told = named(skip_dma_token=True)
-    assert "plan: static loop" in told
-    assert "spare rows and experts instead of transfers left out" in told
-    assert "skip_dma_token=True: padding slots move no bytes, but" in told
-    assert "features=" not in str(plan("decode", 4).explain())
+def test_what_has_no_precedent_is_told() -> None:
+    told = named(features="open", use_shard_on_block_dynamic_while=True)
+    assert "no public kernel has a precedent of: a trip of a loop loads for the next one" in told
+    assert "no public kernel" not in str(plan("decode", 4).explain())
 
 
 def test_e5m2_weights_stay_and_are_told() -> None:
-    config = plan("decode", 4, features="safe").config.moe  # type: ignore[attr-defined]
+    config = plan("decode", 4).config.moe  # type: ignore[attr-defined]
     narrow = replace(config, weights=replace(config.weights, format="float8_e5m2"))
     (told,) = features.decode_notes(Tuning(features="safe"), narrow)
-    assert "products with float8_e5m2 weights stay" in told
+    assert "products with float8_e5m2 weights" in told
 
 
 def test_a_tuned_plan_with_an_open_feature_is_refused() -> None:
@@ -150,7 +148,6 @@ def test_a_tuned_plan_with_an_open_feature_is_refused() -> None:
         weights="plain",
     )
     Tuning(features="safe", tuned=TunedPlans(prefill=(tuned,)))
-    for change in ({"loop_plan": "sorted"}, {"turns": "dma"}):
-        plans = TunedPlans(prefill=(replace(tuned, **change),))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="Tune with --features safe"):
-            Tuning(features="safe", tuned=plans)
+    plans = TunedPlans(prefill=(replace(tuned, turns="dma"),))
+    with pytest.raises(ValueError, match="Tune with --features safe"):
+        Tuning(features="safe", tuned=plans)

@@ -50,20 +50,27 @@ def test_a_use_of_other_sizes_has_a_precedent() -> None:
 
 def test_an_operator_without_precedent_is_told_with_its_line_and_the_nearest() -> None:
     def body(dst: Any, x: Any) -> None:
-        isa.tensor_scalar(dst, x, nl.maximum, 2.0)
+        isa.tensor_scalar(dst, x, nl.logical_xor, 2.0)
 
     asked = record(body, dst=tile(128, 64), x=tile(128, 64))
     table = Table()
     table.add("vendor", scaled(128, 64))
     (missing,) = table.without(asked)
     assert missing.what == (
-        "vector engine: operator maximum of floats: no public precedent; nearest is multiply of"
+        "vector engine: operator logical_xor of floats: no public precedent; nearest is multiply of"
         " floats"
     )
     assert (missing.kernel, missing.file) == ("kernel", __file__)
     assert missing.line == body.__code__.co_firstlineno + 1
     report = table.counts(asked)
     assert report["uses"] == report["sources"]["vendor"] + 1
+
+
+def test_what_the_documentation_says_is_a_precedent() -> None:
+    asked = record(
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.maximum, 2.0), dst=tile(8, 4), x=tile(8, 4)
+    )
+    assert told(scaled(8, 4), asked) == []
 
 
 def test_of_an_unknown_instruction_nothing_else_is_told() -> None:

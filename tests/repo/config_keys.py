@@ -371,7 +371,7 @@ PROBES: list[Probe] = [
     Probe("BlockwiseMatmulConfig", "num_static_blocks", 4),
     Probe("BlockwiseMatmulConfig", "pad_num_blocks_to_even", True, _ODD_BLOCKS),
     Probe("BlockwiseMatmulConfig", "decode_mode", "all_experts"),
-    Probe("BlockwiseMatmulConfig", "features", "safe"),
+    Probe("BlockwiseMatmulConfig", "features", "open"),
     Probe("BlockwiseMatmulConfig", "tuned", _TUNED),
     Probe("MoEFusedTKGConfig", "quantized", True),
     Probe("MoEFusedTKGConfig", "moe_fused_kernel_enabled", False),

@@ -95,7 +95,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of yours; default: ours")
     parser.add_args_option()
     parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of its launch")
-    parser.add_features_option("what plans of our kernels may use (default: open)")
+    parser.add_features_option("what plans of our kernels may use")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
     parser.more.add_argument(
         "--table", type=Path, default=TABLE, metavar="FILE", help="compare with this table"
@@ -129,15 +129,15 @@ def our_runs(tuning: Tuning = _TUNING) -> Iterator[tuple[str, Callable[[], Any]]
             name = f"{model} TP{tp}, {phase} of {tokens}, {'one launch' if in_one else 'stages'}"
             yield name, partial(_run_layer, model, tp, phase, tokens, in_one, tuning)
     for case in SMALL:
-        asked = {} if tuning.features == "open" else case_params(tuning)
-        yield case.id, partial(run_ours, replace(case, params={**case.params, **asked}), NO_LIMITS)
+        asked = {**case_params(tuning), **case.params}
+        yield case.id, partial(run_ours, replace(case, params=asked), NO_LIMITS)
 
 
 def case_params(tuning: Tuning) -> dict[str, str]:
     """Return how the kernels of a case are to go about it, as parameters of the case."""
     prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
-    asked = {name: getattr(prefill, name) for name in ("loop_plan", "turns", "missing")}
-    return asked | {name: getattr(decode, name) for name in ("loops", "sums")}
+    asked = {name: getattr(prefill, name) for name in ("turns", "trips")}
+    return asked | {"sums": decode.sums}
 
 
 def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool, tuning: Tuning) -> None:

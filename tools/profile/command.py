@@ -179,7 +179,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.more.add_argument(
         "--ep", type=int, default=1, metavar="N", help="ranks the experts are on"
     )
-    parser.add_features_option("what the layer's plan may use (default: open)")
+    parser.add_features_option("what the layer's plan may use")
     parser.more.add_argument("--launch", metavar="NAME", help="of a layer; default: the longest")
     parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of a launch")
     parser.more.add_argument("--target", default="trn2", metavar="CHIP", help="default: trn2")

@@ -227,8 +227,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
     "scales-up": ({"has_scales": True}, r"bfloat16 weights have none"),
     "sums": ({"sums": "hbm"}, r"sums='hbm': must be one of auto"),
-    "loops": ({"loops": "static"}, r"loops='static': must be one of dynamic"),
-    "missing": ({"missing": "zero"}, r"missing='zero': must be one of skip"),
     "down_scale": ({"down_scale": "row"}, r"down_scale='row': must be one of none"),
     "output": ({"output_dtype": "float16"}, r"output_dtype='float16': must be one of float32"),
 }
@@ -500,27 +498,24 @@ def test_channel_scales_keep_sums_turned() -> None:
     check(problem)
 
 
-UNROLLED = {"loops": "unrolled", "mode": "selective"}
-SPARE = {
+ALONE = {
     "dynamic": Decode(5, 192, 60, 8, 3, ranks=2, rank=1, options=SELECTIVE),
     "dynamic-parts": Decode(
         20, 256, 256, 9, 3, ranks=2, options={**SELECTIVE, "chunks": 1, "parts": 2}
     ),
-    "unrolled": Decode(6, 128, 64, 8, 3, ranks=2, options=UNROLLED),
-    "unrolled-gpt-oss-packed": Decode(
-        3, 192, 60, 8, 2, has_bias=True, options={**GPT_OSS, **UNROLLED, "layout": "packed"}
+    "many": Decode(40, 128, 64, 50, 3, options=SELECTIVE),
+    "gpt-oss-packed": Decode(
+        9, 192, 60, 17, 3, has_bias=True, options={**GPT_OSS, **SELECTIVE, "layout": "packed"}
     ),
-    "unrolled-no-hit": Decode(2, 128, 64, 4, 2, ranks=3, routing="no-hit", options=UNROLLED),
+    "no-hit": Decode(2, 128, 64, 4, 2, ranks=3, routing="no-hit", options=SELECTIVE),
+    "all": Decode(8, 128, 64, 37, 3, options={"mode": "all"}),
 }
 
 
-@pytest.mark.parametrize("name", SPARE)
-def test_missing_experts_may_be_spare_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = SPARE[name]
-    skipped = problem.launch().outputs
+@pytest.mark.parametrize("name", ALONE)
+def test_trips_leave_out_no_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_skips(monkeypatch)
-    spare = replace(problem, options={**problem.options, "missing": "spare"}).launch().outputs
-    np.testing.assert_array_equal(spare, skipped)
+    check(ALONE[name])
 
 
 @pytest.mark.parametrize("layout", ["ehi", "packed"])

@@ -81,7 +81,7 @@ class Rank:
         down_scale: none, expert or channel.
         out_dtype: of the output.
         global_index_TK: [T, K] int32 choices in global numbers.
-        sums, loops, missing: of the kernel's request.
+        sums: of the kernel's request.
     """
 
     num_experts: int
@@ -92,8 +92,6 @@ class Rank:
     out_dtype: str
     global_index_TK: np.ndarray
     sums: str = "auto"
-    loops: str = "dynamic"
-    missing: str = "skip"
 
 
 def run(case: Case, limits: Limits) -> Verdict:
@@ -157,8 +155,6 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
         out_dtype=str(case.get("out_dtype", "bfloat16")),
         global_index_TK=index_TK,
         sums=str(case.get("sums", "auto")),
-        loops=str(case.get("loops", "dynamic")),
-        missing=str(case.get("missing", "skip")),
     )
     return problem, rank, join(*notes)
 
@@ -256,8 +252,6 @@ def launch(
             scaling=SCALINGS[p.scaling],
             output_dtype=rank.out_dtype,
             sums=rank.sums,
-            loops=rank.loops,
-            missing=rank.missing,
             chip=chip(),
         ),
     )

@@ -250,8 +250,6 @@ def _launch(
             scaling=SCALINGS[p.scaling],
             output_dtype="bfloat16",
             sums=str(case.get("sums", "auto")),
-            loops=str(case.get("loops", "dynamic")),
-            missing=str(case.get("missing", "skip")),
             chip=chip(),
         ),
     )

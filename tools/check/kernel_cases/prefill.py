@@ -193,6 +193,7 @@ def _request(case: Case) -> PlanRequest:
         turns=case.get("turns", "auto"),
         fetches=case.get("fetches", "copy"),
         missing=case.get("missing", "skip"),
+        trips=case.get("trips", "ahead"),
     )
 
 

@@ -214,11 +214,11 @@ ALIVE: Final = OpenFeature(
 )
 """Known to be good; what runs after each row of `chip check`."""
 
-_UNROLLED: Final = Fallback(
-    switch='DecodeRequest(loops="unrolled")',
-    case="small/decode",
-    full="full/decode-gpt-oss-120b",
-    changes={"loops": "unrolled"},
+_TRIPS_ALONE: Final = Fallback(
+    switch='PlanRequest(trips="alone")',
+    case="small/prefill",
+    full="full/prefill-qwen3-30b",
+    changes={"trips": "alone"},
 )
 _TURNED_BY_TENSOR: Final = Fallback(
     switch='PlanRequest(turns="tensor")',
@@ -252,7 +252,6 @@ OPEN_FEATURES: Final = (
         question="may an engine copy from a column that a register names?",
         kernel=kernels.copy_by_register,
         problem=_column,
-        fallbacks=(_UNROLLED,),
     ),
     OpenFeature(
         name="copies by a number in SBUF",
@@ -279,12 +278,6 @@ OPEN_FEATURES: Final = (
                 case="small/prefill",
                 full="full/prefill-qwen3-30b",
                 changes={"loop_plan": "static"},
-            ),
-            Fallback(
-                switch='DecodeRequest(loops="unrolled")',
-                case="small/decode-gpt-oss",
-                full="full/decode-gpt-oss-120b",
-                changes={"loops": "unrolled"},
             ),
         ),
     ),
@@ -342,22 +335,14 @@ OPEN_FEATURES: Final = (
         question="does a load from an entry that there is not leave its target as it is?",
         kernel=kernels.skipped_entries,
         problem=_entries,
-        fallbacks=(
-            _SPARE_ROWS,
-            Fallback(
-                switch='DecodeRequest(loops="unrolled", missing="spare")',
-                case="small/decode",
-                full="full/decode-gpt-oss-120b",
-                changes={"loops": "unrolled", "missing": "spare"},
-            ),
-        ),
+        fallbacks=(_SPARE_ROWS,),
     ),
     OpenFeature(
         name="loads for the next trip",
         question="may a trip of a dynamic loop load what the next one uses?",
         kernel=kernels.loads_for_the_next_trip,
         problem=_ahead,
-        fallbacks=(_UNROLLED,),
+        fallbacks=(_TRIPS_ALONE,),
     ),
     OpenFeature(
         name="loops in a row",
@@ -371,7 +356,6 @@ OPEN_FEATURES: Final = (
         question="may the two cores have different instructions in the same dynamic loop?",
         kernel=kernels.bodies_that_differ,
         problem=_different,
-        fallbacks=(_UNROLLED,),
     ),
     OpenFeature(
         name="skipped entries in a loop",
@@ -385,7 +369,6 @@ OPEN_FEATURES: Final = (
         question="may the cores exchange halves of a product in each trip of a dynamic loop?",
         kernel=kernels.shared_matrices,
         problem=_shared,
-        fallbacks=(_UNROLLED,),
     ),
     OpenFeature(
         name="stores to a loaded place",
