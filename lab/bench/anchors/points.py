@@ -27,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from unittest.mock import MagicMock
@@ -174,7 +175,7 @@ def _library_points(family: str, module_name: str) -> Iterator[Point]:
                 family=family,
                 source=source,
                 chip_us=ps / _PS_PER_US,
-                trace=lambda call=call: _traced(call),
+                trace=partial(_traced, call),
             )
 
 
@@ -339,7 +340,7 @@ def _autotune_points(checkout: Path) -> list[Point]:
                     family="matmul",
                     source=source,
                     chip_us=us,
-                    trace=lambda path=path, name=name: _run_file(checkout, path, name),
+                    trace=partial(_run_file, checkout, path, name),
                     order="source" if order == "source" else "compiler",
                 )
             )

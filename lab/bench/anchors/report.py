@@ -71,7 +71,7 @@ def summarise(name: str, rows: Sequence[Row]) -> Summary:
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
     """Return the statistics of every family and half, doubtful rows apart."""
-    found = []
+    found: list[Summary] = []
     for half in COLOURS:
         sure = [row for row in rows if row.half == half and not row.doubt]
         families = {row.family: [r for r in sure if r.family == row.family] for row in sure}
