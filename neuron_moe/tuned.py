@@ -34,7 +34,6 @@ class TunedPrefill:
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
         hidden_parts: in how many parts of the hidden axis each part of gate and up is loaded.
         tells_short: whether last row tiles that are at most half full are computed by half.
-        is_eager: weights are asked for as soon as their buffer is free, a visit earlier.
 
     Raises:
         ValueError: a value that no kernel has.
@@ -51,7 +50,6 @@ class TunedPrefill:
     weights: str
     hidden_parts: int = 1
     tells_short: bool = False
-    is_eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "block_size", "visit", "weight_buffers", "hidden_parts"):
@@ -60,7 +58,7 @@ class TunedPrefill:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("turns", self.turns, _TURNS)
         check_choice("weights", self.weights, _WEIGHTS)
-        check_bools(self, ["tells_short", "is_eager"])
+        check_bools(self, ["tells_short"])
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "TunedPrefill":
@@ -76,11 +74,10 @@ class TunedPrefill:
         parts = "whole" if self.loaded_parts == (1, 1) else f"in {self.loaded_parts} parts"
         if self.hidden_parts > 1:
             parts += f", gate and up in {self.hidden_parts} of the hidden axis,"
-        early = " early" if self.is_eager else ""
         return (
             f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles"
             f"{', short ones told apart,' if self.tells_short else ','}"
-            f" {self.weights} weights loaded{early} {parts} into {self.weight_buffers} buffer(s),"
+            f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s),"
             f" rows turned by {self.turns}"
         )
 

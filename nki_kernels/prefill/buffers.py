@@ -35,7 +35,6 @@ from nki_kernels.prefill.config import (
     scales_late,
     stored_rows,
     stores_pieces,
-    visits_ahead,
 )
 from nki_kernels.prefill.memory import row_table, visit_table, weight_table
 
@@ -311,7 +310,9 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
-    for s in range(visits_ahead(config.loop, config.loop.out_parts)):
+    loop = config.loop
+    ahead = 1 if config.shard.splits_h else -(-loop.weight_buffers // loop.out_parts)
+    for s in range(ahead):
         _follow(b.expert_out[s], b.expert[s], last_sb)
 
 

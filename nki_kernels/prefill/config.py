@@ -76,7 +76,6 @@ class LoopFit(NKIObject):
     weight_buffers: int
     turns: str
     h_parts: int = 1
-    is_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ class PlanRequest(NKIObject):
         turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
             the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
-        tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of the slots.
         fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
             compiler that does not let engines (dma).
         fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
@@ -114,7 +112,6 @@ class PlanRequest(NKIObject):
     weight_parts: tuple[int, int] | None = None
     turns: str = "auto"
     largest_visit: int = MOST_TILES
-    tiles_per_expert: float = 0.0
     fetches: str = "copy"
     fit: LoopFit | None = None
     missing: str = "skip"
@@ -150,7 +147,7 @@ class LoopPlan(NKIObject):
     see weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
     `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
-    reverse. `is_eager`: a part is asked for as soon as its buffer is free, see `parts_ahead`.
+    reverse. A part is asked for as soon as its buffer is free.
     `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn. With two
     `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
     two visits ahead. `outer_buffers` hold output tiles that wait to be stored. `turns` is who
@@ -176,7 +173,6 @@ class LoopPlan(NKIObject):
     missing: str = "skip"
     first_buffers: int = 1
     h_parts: int = 1
-    is_eager: bool = False
     piece_rows: int = 1
 
 
@@ -258,7 +254,6 @@ def fit_of(loop: LoopPlan) -> LoopFit:
         loop.weight_buffers,
         loop.turns,
         loop.h_parts,
-        loop.is_eager,
     )
 
 
@@ -386,28 +381,6 @@ def first_tiles(config: PrefillConfig) -> int:
     item = ITEM_BYTES[config.weight_format]
     tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
     return min(part_tiles(config), -(-_FIRST_BYTES // tile_bytes))
-
-
-def parts_ahead(loop: LoopPlan, parts: int) -> int:
-    """Return how many parts ahead of its use a part of the weights is asked for.
-
-    With more parts than buffers, or if the plan says so, what follows in the buffer of a part that
-    was used: transfers never wait for the next trip to begin, but rows stand behind more weights.
-    Else the next part, which loads beside the products of this one where there are two buffers.
-    """
-    return loop.weight_buffers if parts > loop.weight_buffers or loop.is_eager else 1
-
-
-def visits_ahead(loop: LoopPlan, parts: int) -> int:
-    """Return how many visits ahead the weights are asked for, at most, that come in such parts."""
-    return -(-parts_ahead(loop, parts) // parts)
-
-
-def may_be_eager(config: PrefillConfig) -> bool:
-    """Whether some weights can be asked for earlier than they are if the plan does not say so."""
-    loop, buffers = config.loop, config.loop.weight_buffers
-    fewest = min(loop.in_parts * loop.h_parts, loop.out_parts)
-    return buffers > 1 and fewest <= buffers and not config.shard.splits_h
 
 
 def stores_pieces(config: PrefillConfig) -> bool:

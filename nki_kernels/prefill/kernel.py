@@ -81,7 +81,6 @@ from nki_kernels.prefill.config import (
     num_partials,
     output_tiles,
     part_tiles,
-    parts_ahead,
     scales_late,
     share_of,
 )
@@ -258,10 +257,10 @@ def _start_pipeline(
             elif early < count:
                 load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
         loop = config.loop
-        for step in range(steps, parts_ahead(loop, loop.in_parts * loop.h_parts)):
+        for step in range(steps, loop.weight_buffers):
             _load_step(config, b, x, share, 0, step)
         fill_later(config, b, weights, lists)
-        for part in range(parts, parts_ahead(loop, loop.out_parts)):
+        for part in range(parts, loop.weight_buffers):
             _load_part(config, b, x, share, 0, part)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
@@ -336,7 +335,7 @@ def _go_in(
             load_late_scales(config, b, x, next_size)
         if step == steps - 1:
             look_at_expert(config, b, s)
-        _load_step(config, b, x, share, s, step + parts_ahead(loop, steps))
+        _load_step(config, b, x, share, s, step + loop.weight_buffers)
         # The next visit needs these weights before it needs the rows of a tile beyond its first.
         if by_dma and size > 1:
             gather_after(config, b, x, share, s, size - 1, size, next_size)
@@ -360,7 +359,7 @@ def _go_out(
             project_out(config, b, s, j, part, share.adds_bias, outer, rows)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer, rows)
-        _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))
+        _load_part(config, b, x, share, s, part + config.loop.weight_buffers)
 
 
 def _load_step(

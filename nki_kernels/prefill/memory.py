@@ -28,7 +28,6 @@ from nki_kernels.prefill.config import (
     mx_form,
     num_visits,
     part_tiles,
-    parts_ahead,
     row_places,
     scales_late,
     stored_rows,
@@ -228,9 +227,9 @@ def first_loads(config: PrefillConfig) -> tuple[int, int]:
     steps = loop.in_parts * loop.h_parts
     step_bytes = PARTITIONS * tiles_bytes(weights.gate_up._replace(counted=1))
     part_bytes = PARTITIONS * tiles_bytes(weights.down._replace(counted=1))
-    more = max(0, min(steps, parts_ahead(loop, steps), _AHEAD_BYTES // step_bytes) - 1)
+    more = max(0, min(steps, loop.weight_buffers, _AHEAD_BYTES // step_bytes) - 1)
     left = max(0, _AHEAD_BYTES - (1 + more) * step_bytes)
-    parts = min(loop.out_parts, parts_ahead(loop, loop.out_parts), left // part_bytes)
+    parts = min(loop.out_parts, loop.weight_buffers, left // part_bytes)
     return 1 + more, parts
 
 

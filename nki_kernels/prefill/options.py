@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nki_kernels.common.axes import is_even, tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
@@ -20,13 +23,10 @@ from nki_kernels.prefill.config import (
     PrefillWork,
     ShardPlan,
     can_tell_short,
-    largest_visit_of,
     stored_parts,
     visit_dims,
-    with_loop,
 )
-from nki_kernels.prefill.fit import CLOSE_LOOPS, find_loops, fit_loop
-from nki_kernels.prefill.trip_time import pace_of
+from nki_kernels.prefill.fit import best_loop
 
 _EVEN_TILES = 2
 _PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
@@ -63,15 +63,8 @@ def make_config(
     Raises:
         ValueError: a value outside the limits of the kernel.
     """
-    _check_sizes(sizes, work)
-    _check_names(formula, sizes, work, request)
-    _check_formula(formula)
-    _check_plan(sizes, work, request)
-    if is_mx_format(sizes.weight_format):
-        request = _request_of_words(formula, sizes, request)
-    draft = _draft(formula, sizes, work, request)
-    expected = request.tiles_per_expert or draft.num_tiles / sizes.E
-    return with_loop(draft, fit_loop(draft, request, expected))
+    draft = draft_config(formula, sizes, work, request)
+    return best_loop(draft, request, _even_tokens(draft, draft.num_tiles / sizes.E))
 
 
 def best_parts(config: PrefillConfig) -> tuple[int, int]:
@@ -86,18 +79,13 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
     """
     classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1, False)
     draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
-    fit_loop(draft, _BY_ESTIMATE, _EVEN_TILES)  # raises where nothing fits
-    fitted = [
-        with_loop(draft, loop) for loop in find_loops(draft, _BY_ESTIMATE, _EVEN_TILES, CLOSE_LOOPS)
-    ]
-    return stored_parts(min(fitted, key=_even_trip_ns))
+    return stored_parts(best_loop(draft, _BY_ESTIMATE, _even_tokens(draft, _EVEN_TILES)))
 
 
-def _even_trip_ns(config: PrefillConfig) -> float:
-    """Return the time of two experts of two row tiles each, in the slower corner."""
-    visit = min(largest_visit_of(config), _EVEN_TILES)
-    paces = pace_of(config, (2 * visit, 2 * visit), config.tile_rows)
-    return max(pace.next_ns for pace in paces.values()) / visit
+def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:
+    """Return the tokens of three experts of about so many row tiles: experts differ."""
+    mean = max(1, round(tiles))
+    return np.array([max(1, mean - 1), mean, mean + 1]) * config.tile_rows
 
 
 def visits_of(
@@ -121,10 +109,20 @@ def shard_plan_of(name: str, num_cores: int) -> ShardPlan:
     return ShardPlan(1 if splits_i or splits_h else num_cores, splits_i, splits_h)
 
 
-def _draft(
+def draft_config(
     formula: ExpertFormula, sizes: ExpertSizes, work: PrefillWork, request: PlanRequest
 ) -> PrefillConfig:
-    """Return the configuration before buffers are chosen, with the largest visits there may be."""
+    """Return the configuration before buffers are chosen, with the largest visits there may be.
+
+    Raises:
+        ValueError: as `make_config`.
+    """
+    _check_sizes(sizes, work)
+    _check_names(formula, sizes, work, request)
+    _check_formula(formula)
+    _check_plan(sizes, work, request)
+    if is_mx_format(sizes.weight_format):
+        request = _request_of_words(formula, sizes, request)
     shard = shard_plan_of(request.shard_plan, work.num_cores)
     is_sorted = request.loop_plan == "sorted" and request.shard_plan != "block"
     in_parts, out_parts = _parts_of_core(request.weight_parts, shard, work.num_cores)
@@ -140,7 +138,7 @@ def _draft(
         out_parts=out_parts,
         row_buffers=1,
         outer_buffers=2,
-        turns=request.turns,
+        turns="dma" if request.turns == "dma" else "tensor",
         fetches=request.fetches,
         missing=request.missing,
         piece_rows=_piece_rows(sizes, work),

@@ -208,7 +208,7 @@ FAULTS: dict[str, Fault] = {
     "next-weights-not-loaded": Fault(
         "prefill",
         VISITS,
-        "        _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))",
+        "        _load_part(config, b, x, share, s, part + config.loop.weight_buffers)",
         "        pass",
         E,
         "nisa.nc_matmul",

@@ -54,7 +54,6 @@ from nki_kernels.prefill import (
     Search,
     best_parts,
     blockwise_moe,
-    by_loss,
     largest_visit_of,
     make_config,
     output_tiles,
@@ -430,7 +429,6 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
             tuned.weight_buffers,
             tuned.turns,
             tuned.hidden_parts,
-            tuned.is_eager,
         ),
         tells_short=tuned.tells_short,
     )
@@ -454,7 +452,6 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         weights="by parts" if loop.by_parts else "plain",
         hidden_parts=loop.h_parts,
         tells_short=tells_short(config),
-        is_eager=loop.is_eager,
     )
 
 
@@ -522,7 +519,7 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         for request in requests
         for candidate in _rank(formula, sizes, expected, request, search)
     ]
-    return by_loss(ranked)
+    return sorted(ranked, key=lambda each: each.estimated_us)
 
 
 @cached_by_chip

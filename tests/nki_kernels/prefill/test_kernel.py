@@ -482,21 +482,16 @@ PARTS = {
         300, 512, 256, 3, 2, 128, loop={"piece_rows": 1}, options={"shard_plan": "hidden"}
     ),
     "pieces-of-64": Prefill(300, 128, 256, 5, 2, 128, loop={"piece_rows": 64}),
-    "eager": Prefill(300, 128, 256, 5, 2, 64, loop={"is_eager": True}),
-    "eager-bias": Prefill(
-        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"is_eager": True}
-    ),
-    "eager-2-parts-of-h-e5m2": Prefill(
+    "2-parts-of-h-e5m2": Prefill(
         300,
         512,
         256,
         3,
         2,
         64,
-        loop={"h_parts": 2, "out_parts": 2, "is_eager": True},
+        loop={"h_parts": 2, "out_parts": 2},
         options={"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
     ),
-    "eager-down-alone": Prefill(150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "is_eager": True}),
     "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
     "one-buffer-of-first-rows-in-halves": Prefill(
         300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
