@@ -44,7 +44,7 @@ _CLAMP = tuple(each.name for each in fields(Limits))
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
 MISSING = ("skip", "spare")
 # What NKI's pages leave open, and a plan can do without.
-FEATURES = frozenset({"dynamic loops", "skipped entries", "sums over trips", "turning gathers"})
+FEATURES = frozenset({"dynamic loops", "skipped entries", "sums over trips"})
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -328,12 +328,11 @@ class Tuning:
     def _check_tuned(self, opened: frozenset[str]) -> None:
         """Raise ValueError for a tuned plan that uses what may not be used."""
         for each in self.tuned.prefill:
-            is_looped = each.loop_plan != "static" and "dynamic loops" not in opened
-            if is_looped or (each.turns == "dma" and "turning gathers" not in opened):
+            if each.loop_plan != "static" and "dynamic loops" not in opened:
                 raise ValueError(
                     f"features={self.features!r} beside a plan tuned for {each.tokens} tokens with"
-                    f" loop_plan={each.loop_plan!r}, turns={each.turns!r}, of which no public"
-                    " kernel has a precedent. Tune with --features safe, or leave out the plan."
+                    f" loop_plan={each.loop_plan!r}, of which no public kernel has a precedent."
+                    " Tune with --features safe, or leave out the plan."
                 )
 
     def __str__(self) -> str:

@@ -15,7 +15,6 @@ DECODE_MODES = ("selective", "all_experts")
 SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
 LOOP_PLANS = ("sorted", "dynamic", "static")
 _WEIGHTS = ("plain", "by parts")
-_TURNS = ("tensor", "dma")
 _RecordT = TypeVar("_RecordT")
 
 
@@ -30,7 +29,6 @@ class TunedPrefill:
         visit: most row tiles that share one load of weights.
         loaded_parts: in how many parts gate and up, and down weights of an expert are loaded.
         weight_buffers: parts of each on chip at once.
-        turns: who transposes rows: tensor or dma.
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
         hidden_parts: in how many parts of the hidden axis each part of gate and up is loaded.
         tells_short: whether last row tiles that are at most half full are computed by half.
@@ -46,7 +44,6 @@ class TunedPrefill:
     visit: int
     loaded_parts: tuple[int, int]
     weight_buffers: int
-    turns: str
     weights: str
     hidden_parts: int = 1
     tells_short: bool = False
@@ -56,7 +53,6 @@ class TunedPrefill:
             check_positive_int(name, getattr(self, name))
         check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
-        check_choice("turns", self.turns, _TURNS)
         check_choice("weights", self.weights, _WEIGHTS)
         check_bools(self, ["tells_short"])
 
@@ -77,8 +73,7 @@ class TunedPrefill:
         return (
             f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles"
             f"{', short ones told apart,' if self.tells_short else ','}"
-            f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s),"
-            f" rows turned by {self.turns}"
+            f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s)"
         )
 
 

@@ -21,7 +21,7 @@ from nki_kernels.prefill.config import (
     can_tell_short,
     fit_of,
 )
-from nki_kernels.prefill.fit import loops_that_fit
+from nki_kernels.prefill.fit import best_loop, loops_that_fit
 from nki_kernels.prefill.options import draft_config
 from nki_kernels.prefill.roofline import estimate_us
 
@@ -169,6 +169,8 @@ def _candidates(
             fixed = replace(request, largest_visit=fit.visit, fit=fit)
             times_us = tuple(estimate_us(config, tokens_E, top_k) for tokens_E in routings)
             found.append(Candidate(request=fixed, block_size=work.block_size, times_us=times_us))
+    if not found:
+        best_loop(draft, asked, routings[0])  # raises, as nothing fits
     return found
 
 

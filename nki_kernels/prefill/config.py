@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
+from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
@@ -74,7 +74,6 @@ class LoopFit(NKIObject):
     in_parts: int
     out_parts: int
     weight_buffers: int
-    turns: str
     h_parts: int = 1
 
 
@@ -91,8 +90,6 @@ class PlanRequest(NKIObject):
             weight buffer.
         weight_parts: in how many parts gate and up, and down weights lie in HBM, from
             weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
-        turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
-            the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
         fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
             compiler that does not let engines (dma).
@@ -110,7 +107,6 @@ class PlanRequest(NKIObject):
     in_halves: bool = False
     skip_weights: bool = False
     weight_parts: tuple[int, int] | None = None
-    turns: str = "auto"
     largest_visit: int = MOST_TILES
     fetches: str = "copy"
     fit: LoopFit | None = None
@@ -150,10 +146,9 @@ class LoopPlan(NKIObject):
     reverse. A part is asked for as soon as its buffer is free.
     `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn. With two
     `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
-    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. `turns` is who
-    transposes the gathered rows: the tensor engine, or the gather itself ("dma"), which then wants
-    rows of weights that lie further apart. Where rows are stored, `piece_rows` that follow one
-    another are stored together if one of them holds a token. `fetches` is who copies entries of
+    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. Where rows
+    are stored, `piece_rows` that follow one another are stored together if one of them holds a
+    token. `fetches` is who copies entries of
     tables, `missing` what stands for nothing.
     """
 
@@ -168,7 +163,6 @@ class LoopPlan(NKIObject):
     out_parts: int
     row_buffers: int
     outer_buffers: int
-    turns: str
     fetches: str = "copy"
     missing: str = "skip"
     first_buffers: int = 1
@@ -252,7 +246,6 @@ def fit_of(loop: LoopPlan) -> LoopFit:
         loop.in_parts,
         loop.out_parts,
         loop.weight_buffers,
-        loop.turns,
         loop.h_parts,
     )
 
@@ -354,18 +347,9 @@ def share_of(config: PrefillConfig, core: int) -> Share:
     return Share(0, 0, 0, True)
 
 
-def scales_late(config: PrefillConfig) -> bool:
-    """Whether pre-scaling is done after the projections, which are linear, and before the biases.
-
-    Rows that the gather turned have their tokens on the free axis, so that a token's scale is no
-    longer one number per partition.
-    """
-    return config.scaling == "pre" and config.loop.turns == "dma"
-
-
 def has_scale_table(config: PrefillConfig) -> bool:
     """Whether the scales of a row tile are kept as one number per partition."""
-    return config.scaling != "none" and not scales_late(config)
+    return config.scaling != "none"
 
 
 def first_entries(config: PrefillConfig) -> int:
@@ -431,5 +415,4 @@ def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:
         form = mx_form(replace(config, loop=loop))
         return replace(config, loop=loop, h_axis=form.h_axis, i_axis=form.i_axis)
     width, depth = core_width(config), core_depth(config) // loop.in_parts
-    h_axis = tile_axis_evenly(width) if loop.turns == "dma" else tile_axis(width)
-    return replace(config, loop=loop, h_axis=h_axis, i_axis=tile_axis(depth))
+    return replace(config, loop=loop, h_axis=tile_axis(width), i_axis=tile_axis(depth))

@@ -23,12 +23,11 @@ from nki_kernels.common.tiles import copy_alternating, rows_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Operands,
-    load_late_scales,
     look_ahead,
     look_at_expert,
     look_at_outputs,
 )
-from nki_kernels.prefill.config import PrefillConfig, Share, scales_late
+from nki_kernels.prefill.config import PrefillConfig, Share
 from nki_kernels.prefill.loads import (
     gather_after,
     gather_early,
@@ -75,8 +74,6 @@ def run_two_visits(
         prepare_part(config, b, s)
         for j in range(sizes[s]):
             _add_up(config, b, s, j)
-        if scales_late(config):
-            load_late_scales(config, b, x, sizes[1 - s])
         # Biases and scales of this visit are used up; `expert` is that of two visits ahead.
         load_beside(config, b, x, share, b.expert[s], s, 0)
         if config.has_scales:
@@ -99,7 +96,6 @@ def _go_in_apart(
     """Multiply this core's share of the rows of a visit, and send off what comes of it."""
     size, next_size = sizes[s], sizes[1 - s]
     last = config.i_axis.count - 1
-    by_dma = config.loop.turns == "dma"
     gather_early(config, b, x, share, s)
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
@@ -108,11 +104,8 @@ def _go_in_apart(
             _multiply_apart(config, b, s, j, tile)
         if j + 1 < size:
             turn_rows(config, b, s, j + 1, config.tile_rows)
-            if not by_dma:
-                gather_after(config, b, x, share, s, j + 1, size, next_size)
+            gather_after(config, b, x, share, s, j + 1, size, next_size)
         _multiply_apart(config, b, s, j, last)
-        if by_dma and j > 0:
-            gather_after(config, b, x, share, s, j, size, next_size)
         _exchange(config, b, s, j)
     turn_rows(config, b, 1 - s, 0, config.tile_rows)
     look_at_expert(config, b, s)

@@ -63,7 +63,6 @@ from nki_kernels.prefill.buffers import (
     fill_first,
     fill_later,
     fill_rest,
-    load_late_scales,
     look_ahead,
     look_at_expert,
     look_at_outputs,
@@ -81,7 +80,6 @@ from nki_kernels.prefill.config import (
     num_partials,
     output_tiles,
     part_tiles,
-    scales_late,
     share_of,
 )
 from nki_kernels.prefill.exchange import run_two_visits, start_apart
@@ -232,15 +230,13 @@ def _start_pipeline(
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
     start_scales(config, b, lists)
-    if scales_late(config):
-        load_late_scales(config, b, x, len(b.wide_scale))
     first_id = b.ids[0][0:1, 0:1]
     start_expert(b, 0, first_id)
     # A long visit that has its weights waits for rows alone: the next one's weights come behind.
     is_long = weights.is_loaded and config.loop.row_buffers > 2
-    start_expert(b, 1, first_row(config, b) if is_long else first_id)
+    start_expert(b, 1, first_row(b) if is_long else first_id)
     # Once turned, a single buffer of first tiles is free for that of visit 1.
-    waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
+    waits = config.loop.first_buffers == 1
     if not waits:
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
@@ -310,7 +306,6 @@ def _go_in(
     loop, size = config.loop, tiles_of(halves)
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
     last = config.i_axis.count - 1
-    by_dma = loop.turns == "dma"
     steps = parts * h_parts
     for step in range(steps):
         part, h_part = step // h_parts, step % h_parts
@@ -326,19 +321,11 @@ def _go_in(
             # that copy it are done when its own products begin.
             if step == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1, computed_rows(config, halves, j + 1))
-                if not by_dma:
-                    gather_after(config, b, x, share, s, j + 1, size, next_size)
+                gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, beside, s, j, part, h_part, last, rows)
-            if by_dma and 0 < j < size - 1:
-                gather_after(config, b, x, share, s, j, size, next_size)
-        if scales_late(config):  # whose gate and up weights are one part
-            load_late_scales(config, b, x, next_size)
         if step == steps - 1:
             look_at_expert(config, b, s)
         _load_step(config, b, x, share, s, step + loop.weight_buffers)
-        # The next visit needs these weights before it needs the rows of a tile beyond its first.
-        if by_dma and size > 1:
-            gather_after(config, b, x, share, s, size - 1, size, next_size)
 
 
 def _go_out(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.axes import is_even, tile_axis
+from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
 from nki_kernels.common.mx import is_mx_format, mx_chunks
@@ -37,7 +37,6 @@ _ALLOWED = {
     "activation": _ACTIVATIONS,
     "scaling": ("none", "pre", "post"),
     "stores": ("tiles", "rows"),
-    "turns": ("auto", "tensor", "dma"),
     "fetches": ("copy", "dma"),
     "missing": ("skip", "spare"),
     "loop_plan": ("sorted", "dynamic", "static"),
@@ -83,9 +82,9 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
 
 
 def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:
-    """Return the tokens of three experts of about so many row tiles: experts differ."""
+    """Return the tokens of experts of about so many row tiles each: experts differ."""
     mean = max(1, round(tiles))
-    return np.array([max(1, mean - 1), mean, mean + 1]) * config.tile_rows
+    return np.repeat([max(1, mean - 1), mean, mean + 1], 4) * config.tile_rows
 
 
 def visits_of(
@@ -138,7 +137,6 @@ def draft_config(
         out_parts=out_parts,
         row_buffers=1,
         outer_buffers=2,
-        turns="dma" if request.turns == "dma" else "tensor",
         fetches=request.fetches,
         missing=request.missing,
         piece_rows=_piece_rows(sizes, work),
@@ -201,11 +199,10 @@ def _request_of_words(
             f"{name}: {request.chip} multiplies no MX words. Set chip='trn3', or re-code the"
             " weights as float8_e5m2, which loses nothing of MXFP4."
         )
-    if request.shard_plan not in ("balanced", "block") or request.turns == "dma":
+    if request.shard_plan not in ("balanced", "block"):
         raise ValueError(
-            f"{name}, shard_plan={request.shard_plan!r}, turns={request.turns!r}: words are"
-            " multiplied with whole experts, turned by the tensor engine. Use"
-            " shard_plan='balanced' and turns='auto'."
+            f"{name}, shard_plan={request.shard_plan!r}: words are multiplied with whole experts."
+            " Use shard_plan='balanced'."
         )
     if not formula.has_gate or sizes.has_scales:
         raise ValueError(
@@ -215,7 +212,7 @@ def _request_of_words(
     parts = request.weight_parts
     if parts is None:
         parts = (mx_chunks(sizes.weight_format, sizes.H, sizes.I, sizes.E == 1), 1)
-    return replace(request, weight_parts=parts, turns="tensor")
+    return replace(request, weight_parts=parts)
 
 
 def _parts_of_core(
@@ -286,10 +283,8 @@ def _check_formula(formula: ExpertFormula) -> None:
 
 def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> None:
     """Raise ValueError for a request that contradicts itself or the sizes."""
-    H, I, shard_plan = sizes.H, sizes.I, request.shard_plan  # noqa: E741  the axis letters
+    I, shard_plan = sizes.I, request.shard_plan  # noqa: E741  the axis letter
     shard = shard_plan_of(shard_plan, work.num_cores)
-    if request.turns == "dma" and not is_even(H):
-        raise ValueError(f"turns='dma': needs H in equal tiles, not H={H}. Use turns='tensor'.")
     if request.largest_visit < 1:
         raise ValueError(f"largest_visit={request.largest_visit}: must be at least 1.")
     if shard.splits_i and I % work.num_cores:

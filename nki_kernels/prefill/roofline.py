@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.chip import chip_in_force, core
+from nki_kernels.common.chip import BANK_FLOATS, BANKS, chip_in_force, core
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.slot_sums import sum_ns
@@ -21,6 +21,7 @@ from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     PrefillConfig,
     core_width,
+    inner_banks,
     is_mx,
     largest_visit_of,
     loads_in_parts,
@@ -38,8 +39,8 @@ _ONE_BUFFER_PENALTY = 1.05
 # per exchange between the cores; for a transfer of rows that has no buffer of its own. An
 # intermediate tile takes so long at least, until the activation has made room for the one after
 # the next.
-_TILE_NS, _ROW_NS, _PART_NS, _EXCHANGE_NS, _STORE_NS = 500.0, 2.5, 300.0, 3_700.0, 1_000.0
-_INNER_NS, _LOAD_NS = 350.0, 100.0
+_TILE_NS, _ROW_NS, _PART_NS, _EXCHANGE_NS, _STORE_NS = 750.0, 0.5, 300.0, 3_700.0, 1_000.0
+_INNER_NS, _COPY_NS, _LOAD_NS = 350.0, 1_600.0, 100.0
 _PART_SHARE = 0.1  # of products or loads, which go on less beside each other with each such part
 _OUTER_BUFFERS = 3  # with fewer, an output tile waits for a store
 _ROWS_SHARE = 0.05  # of loads, behind which first rows stand that have one buffer
@@ -110,9 +111,11 @@ def visit_ns(config: PrefillConfig, tiles: float, live_rows: float) -> float:
     inner = max(num_projections(config.formula) * depth / deep, _INNER_NS * chip.steps)
     in_parts = loop.in_parts * loop.h_parts
     into = tiles * (i_count * inner + depth + in_parts * _PART_NS * chip.steps)
-    out = tiles * (
-        i_count * H / deep / chip.tensor_cycles_per_ns + loop.out_parts * _PART_NS * chip.steps
-    )
+    # A bank of PSUM takes the next product once the last one is copied.
+    bank_ns = i_count * BANK_FLOATS / deep / chip.tensor_cycles_per_ns
+    turn_ns = (bank_ns + _COPY_NS * chip.steps) / max(1, BANKS - inner_banks(config))
+    out = tiles * H / BANK_FLOATS * max(bank_ns, turn_ns)
+    out += tiles * loop.out_parts * _PART_NS * chip.steps
     load_in, load_out = weights_ns(config)
     rows = tiles * 2 * live_rows * H * 2 / chip.hbm_bytes_per_ns
     beside = max(tiles * _evict_ns(config), tiles * _names_ns(config))

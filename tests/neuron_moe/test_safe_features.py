@@ -67,13 +67,13 @@ def plan(phase: str, tokens: int, model: str = "qwen3_30b_a3b", **tuning: Any) -
 
 def test_prefill_leaves_out_what_no_public_kernel_shows() -> None:
     loop = plan("prefill", 512, features="safe")._compiled.config.loop  # type: ignore[attr-defined]
-    assert (loop.is_dynamic, loop.turns, loop.missing) == (False, "tensor", "spare")
+    assert (loop.is_dynamic, loop.missing) == (False, "spare")
 
 
 @pytest.mark.long
 def test_shared_experts_of_prefill_do_likewise() -> None:
     shared = plan("prefill", 256, "llama4_scout", features="safe").shared_config  # type: ignore[attr-defined]
-    assert (shared.loop.is_dynamic, shared.loop.turns) == (False, "tensor")
+    assert not shared.loop.is_dynamic
 
 
 def test_shared_experts_of_decode_do_likewise() -> None:
@@ -88,9 +88,9 @@ def test_decode_leaves_out_what_no_public_kernel_shows() -> None:
 
 def test_what_a_chip_was_seen_to_have_is_opened_again() -> None:
     assert features.prefill_request(Tuning(features=FEATURES)) == features.prefill_request(Tuning())
-    some = Tuning(features=frozenset({"turning gathers", "sums over trips"}))
+    some = Tuning(features=frozenset({"sums over trips"}))
     prefill, decode = features.prefill_request(some), features.decode_request(some)
-    assert (prefill.turns, prefill.loop_plan, prefill.missing) == ("auto", "static", "spare")
+    assert (prefill.loop_plan, prefill.missing) == ("static", "spare")
     assert (decode.sums, decode.loops, decode.missing) == ("auto", "unrolled", "spare")
 
 
@@ -146,11 +146,9 @@ def test_a_tuned_plan_with_an_open_feature_is_refused() -> None:
         visit=1,
         loaded_parts=(1, 1),
         weight_buffers=2,
-        turns="tensor",
         weights="plain",
     )
     Tuning(features="safe", tuned=TunedPlans(prefill=(tuned,)))
-    for change in ({"loop_plan": "sorted"}, {"turns": "dma"}):
-        plans = TunedPlans(prefill=(replace(tuned, **change),))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="Tune with --features safe"):
-            Tuning(features="safe", tuned=plans)
+    plans = TunedPlans(prefill=(replace(tuned, loop_plan="sorted"),))
+    with pytest.raises(ValueError, match="Tune with --features safe"):
+        Tuning(features="safe", tuned=plans)

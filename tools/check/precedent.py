@@ -136,7 +136,7 @@ def our_runs(tuning: Tuning = _TUNING) -> Iterator[tuple[str, Callable[[], Any]]
 def case_params(tuning: Tuning) -> dict[str, str]:
     """Return how the kernels of a case are to go about it, as parameters of the case."""
     prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
-    asked = {name: getattr(prefill, name) for name in ("loop_plan", "turns", "missing")}
+    asked = {name: getattr(prefill, name) for name in ("loop_plan", "missing")}
     return asked | {name: getattr(decode, name) for name in ("loops", "sums")}
 
 

@@ -179,7 +179,6 @@ def one_of_each(points: Sequence[Point]) -> list[Point]:
             loop.out_parts,
             loop.h_parts,
             loop.weight_buffers,
-            loop.turns,
             tells_short(point.config),
             point.estimated_us,
         )

@@ -21,7 +21,6 @@ def prefill_request(tuning: Tuning) -> PlanRequest:
     return PlanRequest(
         loop_plan=tuning.loop_plan if is_looped else "static",
         missing=_missing(tuning),
-        turns="auto" if "turning gathers" in opened else "tensor",
     )
 
 
@@ -56,8 +55,6 @@ def prefill_notes(tuning: Tuning, config: PrefillConfig) -> tuple[str, ...]:
         found.append("spare rows and experts instead of transfers left out")
         if loop.skips_weights:
             found[-1] = f"skip_weights=True was asked for by name and runs: {_NONE}"
-    if "turning gathers" not in tuning.opened:
-        found.append("rows turned by the tensor engine")
     return _told(tuning, found, config.weight_format)
 
 

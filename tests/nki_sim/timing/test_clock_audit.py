@@ -61,7 +61,7 @@ BLOCK_SIZE = 128
 MIXTRAL_WITHIN = 0.08
 WINDOW = ScheduleModel(order="list", window=512)
 OVERLAP = ScheduleModel(order="list", window=512, vector_overlaps=True)
-AUDITED = LoopFit(visit=4, in_parts=1, out_parts=1, weight_buffers=2, turns="tensor")
+AUDITED = LoopFit(visit=4, in_parts=1, out_parts=1, weight_buffers=2)
 KEEP = "shard_on_block B=128 keep"
 
 
