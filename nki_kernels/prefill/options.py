@@ -63,7 +63,8 @@ def make_config(
         ValueError: a value outside the limits of the kernel.
     """
     draft = draft_config(formula, sizes, work, request)
-    return best_loop(draft, request, _even_tokens(draft, draft.num_tiles / sizes.E))
+    tokens_E = np.repeat(_even_tokens(draft, draft.num_tiles / sizes.E), 4)
+    return best_loop(draft, request, tokens_E)
 
 
 def best_parts(config: PrefillConfig) -> tuple[int, int]:
@@ -82,9 +83,9 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
 
 
 def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:
-    """Return the tokens of experts of about so many row tiles each: experts differ."""
+    """Return the tokens of three experts of about so many row tiles: experts differ."""
     mean = max(1, round(tiles))
-    return np.repeat([max(1, mean - 1), mean, mean + 1], 4) * config.tile_rows
+    return np.array([max(1, mean - 1), mean, mean + 1]) * config.tile_rows
 
 
 def visits_of(
