@@ -7,7 +7,7 @@ predict further tokens, are left out.
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, sections 2.1.2 and 2.2.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 
 from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.decoder import DecoderConfig
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import DecoderConfig, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, gated_moe
 from neuron_moe.models.weight_rules import (
@@ -30,6 +31,8 @@ from neuron_moe.models.weight_rules import (
 from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
 
+LAYER_TYPES = ("dense", "sparse")
+ATTENTION_TYPES = ("sliding_attention", "full_attention")
 FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
 
 
@@ -76,41 +79,93 @@ class BiasedRoutingConfig(DecoderConfig):
         )
 
 
-def read_feed_forward(reader: ConfigReader, *, has_dense_layers: bool = True) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingConfig(BiasedRoutingConfig):
+    """The same, where some layers attend to a window only.
+
+    Attributes:
+        layer_types: one of ATTENTION_TYPES a layer.
+    """
+
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        BiasedRoutingConfig.__post_init__(self)
+        check_layer_types(self.layer_types, self.num_hidden_layers, ATTENTION_TYPES)
+
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees in a layer."""
+        slides = self.layer_types[layer] == ATTENTION_TYPES[0]
+        return Reach(window=self.sliding_window if slides else None)
+
+
+def read_feed_forward(
+    reader: ConfigReader,
+    *,
+    has_dense_layers: bool = True,
+    names: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Read the fields that `BiasedRoutingConfig` adds.
 
     Args:
         reader: of config.json.
         has_dense_layers: False where the architecture has none, whatever the usual keys say.
+        names: how the family spells a field, where not as DeepSeek-V3 does.
+        defaults: of fields that may be absent, by DeepSeek-V3's names.
 
     Raises:
         ValueError: a missing or contradictory key.
     """
+    names, defaults = names or {}, defaults or {}
     num_layers = reader.get("num_hidden_layers", int)
     inner = None
     if not has_dense_layers:
         reader.require("first_k_dense_replace", 0)
         inner = reader.get("moe_intermediate_size", int)
-    num_dense = reader.get("first_k_dense_replace", int, None if has_dense_layers else 0)
+    dense = "first_k_dense_replace"
+    num_dense = reader.get(dense, int, defaults.get(dense) if has_dense_layers else 0)
     num_predictions = reader.get("num_nextn_predict_layers", int, 0)
-    if not 0 <= num_dense < num_layers or num_predictions < 0:
+    is_all = num_dense >= num_layers and not reader.get_strings("mlp_layer_types")
+    if num_dense < 0 or is_all or num_predictions < 0:
         raise ValueError(
             f"first_k_dense_replace={num_dense}, num_nextn_predict_layers={num_predictions}: must"
             f" not be negative, and the first below num_hidden_layers={num_layers}. Correct them."
         )
-    sizes = (
-        *("moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
-        *("num_experts_per_tok", "n_group", "topk_group"),
-    )
+    kinds: dict[str, type] = {
+        **dict.fromkeys(("moe_intermediate_size", "n_routed_experts", "n_shared_experts"), int),
+        **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), int),
+        "norm_topk_prob": bool,
+        "routed_scaling_factor": float,
+    }
     return {
         "intermediate_size": reader.get("intermediate_size", int, inner),
-        **{name: reader.get(name, int) for name in sizes},
-        "norm_topk_prob": reader.get("norm_topk_prob", bool),
-        "routed_scaling_factor": reader.get("routed_scaling_factor", float),
+        **{
+            name: reader.get(names.get(name, name), kind, defaults.get(name))
+            for name, kind in kinds.items()
+        },
         "attention_bias": reader.get("attention_bias", bool, False),
-        "sparse_layers": tuple(range(num_dense, num_layers)),
+        "sparse_layers": read_sparse_layers(reader, num_dense),
         "prediction_layers": tuple(range(num_layers, num_layers + num_predictions)),
     }
+
+
+def read_sparse_layers(reader: ConfigReader, num_dense: int) -> tuple[int, ...]:
+    """Return the layers with experts: as `mlp_layer_types` says, else all after the first ones.
+
+    Raises:
+        ValueError: it does not name every layer, or none has experts.
+    """
+    num_layers = reader.get("num_hidden_layers", int)
+    usual = tuple(LAYER_TYPES[layer >= num_dense] for layer in range(num_layers))
+    kinds = reader.get_strings("mlp_layer_types") or usual
+    if set(kinds) - set(LAYER_TYPES) or len(kinds) != num_layers or "sparse" not in kinds:
+        raise ValueError(
+            f"mlp_layer_types={list(kinds)}: must name num_hidden_layers={num_layers} layers,"
+            " each dense or sparse, at least one of these. Correct it, or leave it out."
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def build_feed_forward(
@@ -135,7 +190,7 @@ def build_feed_forward(
 def biased_routing_map(
     config: BiasedRoutingConfig,
     attention_names: Iterable[str],
-    sparse_rules: Callable[[str], list[Rule]] | None = None,
+    rules_of_sparse: Callable[[str], list[Rule]] | None = None,
     ignored: Sequence[str] = (FREQUENCIES,),
 ) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused.
@@ -143,43 +198,53 @@ def biased_routing_map(
     Args:
         config: of the checkpoint.
         attention_names: what follows `layers.N.` in the names of the attention's tensors.
-        sparse_rules: those of a layer with experts; default: under DeepSeek-V3's names.
+        rules_of_sparse: those of a layer with experts; default: under DeepSeek-V3's names.
         ignored: patterns of tensors that are left out.
     """
-    of_sparse = sparse_rules or _sparse_rules
+    of_sparse = rules_of_sparse or sparse_rules
     rules = decoder_rules(attention_names)
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    blocks = prediction_blocks(rules, of_sparse, config.prediction_layers)
+    blocks = prediction_blocks(rules, of_sparse, config.prediction_layers, ignored)
     for layer in sparse:
         rules += of_sparse(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
     return decoder_map(rules, sizes, ignored, blocks, is_tied=config.tie_word_embeddings)
 
 
-def _sparse_rules(layer: str) -> list[Rule]:
+def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> list[Rule]:
+    """Return the rules of a layer with experts under DeepSeek-V3's names.
+
+    Args:
+        layer: its number, or `{layer}`.
+        bias: name of the bias that helps to choose, within the layer.
+    """
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
     names = mlp + "experts", moe + "expert_mlps.mlp_op"
     fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
-    bias = "e_score_correction_bias"
+    ours = f"{moe}router.e_score_correction_bias"
     return [
         Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        Rule(f"{mlp}gate.{bias}", f"{moe}router.{bias}", is_exact=True),
+        Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True),
         *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
         *either(separate=expert_rules(*names), fused=fused),
     ]
 
 
 def prediction_blocks(
-    decoder: Sequence[Rule], sparse_rules: Callable[[str], list[Rule]], layers: Sequence[int]
+    decoder: Sequence[Rule],
+    of_sparse: Callable[[str], list[Rule]],
+    layers: Sequence[int],
+    ignored: Sequence[str] = (),
 ) -> dict[str, list[str]]:
     """Return the tensors of layers that predict further tokens: a sparse layer and its frame.
 
     Args:
         decoder: rules of what all layers have.
-        sparse_rules: returns those of a sparse layer, whose number or `{layer}` it is given.
+        of_sparse: returns those of a sparse layer, whose number or `{layer}` it is given.
         layers: numbers of those that predict.
+        ignored: patterns of further tensors that a layer may have.
 
     A norm of the frame, which no other layer has, tells such a layer from one of the model that
     config.json does not count.
@@ -187,9 +252,10 @@ def prediction_blocks(
     frame = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
     frame += ["final_layernorm"]  # of Hy3
     patterns = [f"model.layers.{{layer}}.{name}.weight" for name in frame]
+    patterns += [pattern for pattern in ignored if "{layer}" in pattern]
     patterns += [
         pattern
-        for rule in (*decoder, *sparse_rules("{layer}"))
+        for rule in (*decoder, *of_sparse("{layer}"))
         for pattern in rule.patterns
         if "{layer}" in pattern
     ]

@@ -84,13 +84,13 @@ class DecoderConfig:
             )
         if self.turned_size % 2 or not self.turned_size:
             raise ValueError(
-                f"head_dim={self.head_dim}: must be even, and so must be what is turned of a head,"
-                f" here {self.turned_size}. Rotary embedding turns pairs."
+                f"head_dim={self.head_dim}: must be even, and so must the rotated part of a head,"
+                f" here {self.turned_size}. Rotary embedding rotates pairs."
             )
 
     @property
     def turned_size(self) -> int:
-        """How much of each head is turned."""
+        """How much of each head is rotated."""
         return int(self.head_dim * self.rope.part)
 
     def make_norm(self, size: int, dtype: torch.dtype) -> Norm:
@@ -104,8 +104,8 @@ class DecoderConfig:
         Args:
             reader: of the whole config.json.
             facts: fields the family read itself, `rope` among them, `head_dim` where it is not a
-                head's part of the hidden size unless a key says so, and `tie_word_embeddings` where
-                the class ties them unless a key says not.
+                head's part of the hidden size unless a key says so, `tie_word_embeddings` where the
+                class ties them unless a key says not, and a shorter `max_position_embeddings`.
 
         Raises:
             ValueError: a missing, unknown or contradictory key.
@@ -115,6 +115,7 @@ class DecoderConfig:
         facts = {
             "head_dim": reader.get("head_dim", int, size // max(heads, 1)),
             "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
+            "max_position_embeddings": reader.get("max_position_embeddings", int),
             **facts,
         }
         config = cls(
@@ -124,7 +125,6 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=reader.get("num_key_value_heads", int),
             hidden_act=_OTHER_NAMES.get(act, act),
-            max_position_embeddings=reader.get("max_position_embeddings", int),
             rms_norm_eps=reader.get("rms_norm_eps", float),
             eos_token_ids=reader.get_ints("eos_token_id", "token id"),
             pad_token_id=reader.get_optional("pad_token_id", int),

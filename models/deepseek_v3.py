@@ -9,7 +9,7 @@ part that is, M latent and turned key together, W value head size.
 Source: transformers, `models/deepseek_v3/modeling_deepseek_v3.py`; arXiv 2412.19437, section 2.1.1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,13 @@ from neuron_moe.models.attention import (
     need_view,
 )
 from neuron_moe.models.biased_routing import (
+    FREQUENCIES,
     BiasedRoutingConfig,
     biased_routing_map,
     build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, Tokens
+from neuron_moe.models.decoder import ConfigT, DecoderModel, Tokens
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.layers import GatedMLP, RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, yarn_growth
@@ -69,6 +70,22 @@ class DeepseekV3Config(BiasedRoutingConfig):
         reader = ConfigReader(config, "config.json (deepseek_v3)")
         if reader.get_raw("model_type") not in ALIASES:
             reader.require("model_type", "deepseek_v3")
+        return cls.read_latent(reader, reader.get("rope_interleave", bool, True))
+
+    @classmethod
+    def read_latent(
+        cls: type[ConfigT], reader: ConfigReader, is_interleaved: bool, **facts: Any
+    ) -> ConfigT:
+        """Read what all models with this attention and routing spell alike.
+
+        Args:
+            reader: of config.json, whose model type was read.
+            is_interleaved: rotary pairs are neighbours.
+            facts: fields the family read itself.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
         reader.require_quantization()
         reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *OTHER_KEYS)
         reader.require("scoring_func", "sigmoid")
@@ -79,14 +96,13 @@ class DeepseekV3Config(BiasedRoutingConfig):
         head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
         reader.require("qk_head_dim", head_dim)
         reader.require("head_dim", sizes["qk_rope_head_dim"])  # as transformers 5 uses the word
-        is_interleaved = reader.get("rope_interleave", bool, True)
         return cls.read(
             reader,
             head_dim=head_dim,
             rope=RopeConfig.from_hf(reader, is_interleaved=is_interleaved),
             q_lora_rank=reader.get_optional("q_lora_rank", int),
             **sizes,
-            **read_feed_forward(reader),
+            **{**read_feed_forward(reader), **facts},
         )
 
     @property
@@ -256,8 +272,13 @@ class Model(DecoderModel):
         return build_feed_forward(self.config, layer, dtype, backend)
 
 
-def weight_map(config: DeepseekV3Config) -> WeightMap:
-    """Map the published tensor names to ours."""
+def weight_map(config: DeepseekV3Config, ignored: Sequence[str] = ()) -> WeightMap:
+    """Map the published tensor names to ours.
+
+    Args:
+        config: of the checkpoint.
+        ignored: patterns of further tensors that are left out.
+    """
     names = [f"kv_{name}.weight" for name in ("a_proj_with_mqa", "a_layernorm", "b_proj")]
     names += ["o_proj.weight"]
     biased = ["kv_a_proj_with_mqa.bias", "o_proj.bias"]
@@ -267,4 +288,5 @@ def weight_map(config: DeepseekV3Config) -> WeightMap:
         names += ["q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"]
         biased += ["q_a_proj.bias"]
     names += biased if config.attention_bias else []
-    return biased_routing_map(config, [f"self_attn.{name}" for name in names])
+    names = [f"self_attn.{name}" for name in names]
+    return biased_routing_map(config, names, ignored=(FREQUENCIES, *ignored))

@@ -89,6 +89,13 @@ leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
 class GatedDeltaNet(nn.Module):
     """Projections, gates and norm around an exchangeable recurrence.
 
+    Args:
+        sizes: of the layer.
+        eps: of the norm.
+        dtype: of the parameters.
+        is_fused: the inputs' projections are two, `in_proj_qkvz` and `in_proj_ba`, whose outputs
+            lie together by key head, as in Qwen3-Next.
+
     Attributes:
         core: see `Recurrence`.
         reach: None: no position is looked at again.
@@ -100,7 +107,16 @@ class GatedDeltaNet(nn.Module):
     reach = None
     cache_shape: CacheShape = ()
 
-    def __init__(self, sizes: DeltaNetSizes, eps: float, dtype: torch.dtype) -> None:
+    in_proj_qkv: nn.Linear
+    in_proj_z: nn.Linear
+    in_proj_b: nn.Linear
+    in_proj_a: nn.Linear
+    in_proj_qkvz: nn.Linear
+    in_proj_ba: nn.Linear
+
+    def __init__(
+        self, sizes: DeltaNetSizes, eps: float, dtype: torch.dtype, *, is_fused: bool = False
+    ) -> None:
         super().__init__()
         self.sizes, self.eps, self.core = sizes, eps, recur_cached
         size, heads, channels = sizes.hidden_size, sizes.num_value_heads, sum(sizes.parts)
@@ -114,10 +130,12 @@ class GatedDeltaNet(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
 
-        self.in_proj_qkv = linear(size, channels)
-        self.in_proj_z = linear(size, value_channels)
-        self.in_proj_b = linear(size, heads)
-        self.in_proj_a = linear(size, heads)
+        outputs = {"qkv": channels, "z": value_channels, "b": heads, "a": heads}
+        if is_fused:
+            outputs = {"qkvz": channels + value_channels, "ba": 2 * heads}
+        for name, width in outputs.items():
+            self.add_module(f"in_proj_{name}", linear(size, width))
+        self.is_fused = is_fused
         self.out_proj = linear(value_channels, size)
         self.conv_weight = nn.Parameter(torch.zeros(channels, 1, sizes.conv_width, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype))
@@ -127,18 +145,36 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
-        step_USN = F.softplus(self.in_proj_a(hidden_USH).float() + self.dt_bias.float())
+        mixed_USC, gate, rate_USN, step_USN = self._project(hidden_USH)
+        step_USN = F.softplus(step_USN.float() + self.dt_bias.float())
         inputs = Inputs(
-            self.in_proj_qkv(hidden_USH),
+            mixed_USC,
             -self.A_log.exp() * step_USN,
-            self.in_proj_b(hidden_USH).float().sigmoid(),
+            rate_USN.float().sigmoid(),
             tokens.real_US,
         )
         out_USNV = self.core(self, inputs, view)
-        gate_USNV = self.in_proj_z(hidden_USH).float().view(out_USNV.shape)
+        gate_USNV = gate.float().reshape(out_USNV.shape)
         normed_USNV = unit_rms(out_USNV, self.eps) * self.norm_weight * F.silu(gate_USNV)
         out_USH: Tensor = self.out_proj(normed_USNV.flatten(2).to(hidden_USH.dtype))
         return out_USH
+
+    def _project(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what is mixed, [U, S, C], the gate [U, S, N * V], rate and step, [U, S, N]."""
+        if not self.is_fused:
+            parts = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+            mixed_USC, gate, rate_USN, step_USN = (part(hidden_USH) for part in parts)
+            return mixed_USC, gate, rate_USN, step_USN
+        sizes = self.sizes
+        heads = sizes.num_key_heads
+        group = sizes.num_value_heads // heads
+        values = group * sizes.value_size
+        widths = [sizes.key_size, sizes.key_size, values, values]
+        wide = self.in_proj_qkvz(hidden_USH).unflatten(-1, (heads, -1)).split(widths, dim=-1)
+        *mixed, gate = (part.flatten(-2) for part in wide)
+        both = self.in_proj_ba(hidden_USH).unflatten(-1, (heads, 2, group))
+        rate_USN, step_USN = (part.flatten(-2) for part in both.unbind(-2))
+        return torch.cat(mixed, dim=-1), gate, rate_USN, step_USN
 
     def empty_state(self, num_sequences: int, like: Tensor) -> State:
         """Return the state before any token, in the dtype and on the device of `like`."""

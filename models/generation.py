@@ -242,8 +242,8 @@ def _check_prompts(
         if len(prompt) + options.max_new_tokens > limit:
             raise ValueError(
                 f"prompts[{row}] has {len(prompt)} tokens and max_new_tokens="
-                f"{options.max_new_tokens}: together they exceed max_position_embeddings={limit}."
-                " Shorten one of them."
+                f"{options.max_new_tokens}: together they exceed max_position_embeddings={limit}"
+                f"{getattr(model.config, 'length_reason', '')}. Shorten one of them."
             )
     if not 0 <= options.pad_token_id < vocab_size:
         raise ValueError(

@@ -17,6 +17,7 @@ from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
     biased_routing_map,
     build_feed_forward,
+    read_sparse_layers,
 )
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
@@ -32,7 +33,7 @@ from neuron_moe.models.weight_rules import (
 )
 
 ROPE_THETA = 11158840.0  # where config.json does not say
-LAYER_TYPES = ("dense", "sparse")
+NUM_DENSE = 1  # layers before those with experts, the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,6 @@ class HYV3Config(BiasedRoutingConfig):
         reader.require("mlp_bias", False)
         reader.require("route_norm", True)
         num_layers = reader.get("num_hidden_layers", int)
-        kinds = reader.get_strings("mlp_layer_types")
-        kinds = kinds or tuple(LAYER_TYPES[layer > 0] for layer in range(num_layers))
-        if set(kinds) - set(LAYER_TYPES) or len(kinds) != num_layers or "sparse" not in kinds:
-            raise ValueError(
-                f"mlp_layer_types={list(kinds)}: must name num_hidden_layers={num_layers} layers,"
-                " each dense or sparse, at least one of these. Correct it, or leave it out."
-            )
         inner = reader.get("moe_intermediate_size", int)
         reader.require("expert_hidden_dim", inner)
         more = reader.get("num_nextn_predict_layers", int, 0)
@@ -75,7 +69,7 @@ class HYV3Config(BiasedRoutingConfig):
             norm_topk_prob=True,
             routed_scaling_factor=reader.get("router_scaling_factor", float),
             attention_bias=reader.get("attention_bias", bool, False),
-            sparse_layers=tuple(n for n, kind in enumerate(kinds) if kind == "sparse"),
+            sparse_layers=read_sparse_layers(reader, NUM_DENSE),
             prediction_layers=tuple(range(num_layers, num_layers + more)),
         )
 

@@ -6,14 +6,14 @@ divided by their sum, and where a window is used every other layer slides.
 Source: transformers, `models/qwen2_moe/modeling_qwen2_moe.py`; arXiv 2407.10671.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from neuron_moe import MoE, RouterTopK, SharedExperts
-from neuron_moe.checkpoint import WeightMap
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
@@ -34,11 +34,16 @@ BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen2MoeConfig(Qwen3MoeConfig):
-    """Facts of one Qwen2-MoE checkpoint; names are those of its config.json."""
+class GatedSharedConfig(Qwen3MoeConfig):
+    """Facts of a Qwen model with a gated shared expert; names are those of config.json."""
 
     shared_expert_intermediate_size: int
     layer_types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2MoeConfig(GatedSharedConfig):
+    """Facts of one Qwen2-MoE checkpoint; names are those of its config.json."""
 
     def __post_init__(self) -> None:
         Qwen3MoeConfig.__post_init__(self)
@@ -96,21 +101,28 @@ class Model(DecoderModel):
         )
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 softmax router and a gated shared expert, or an MLP."""
-        config, act = self.config, self.config.hidden_act
-        if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
-        router = RouterTopK(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=config.norm_topk_prob,
-        )
-        width = config.shared_expert_intermediate_size
-        shared = SharedExperts(config.hidden_size, width, 1, act, dtype, is_gated=True)
-        size = config.moe_intermediate_size
-        return gated_moe(router, size, dtype, backend, shared, hidden_act=act)
+        """Return a MoE with a gated shared expert, or an MLP where the layer is dense."""
+        return build_feed_forward(self.config, layer, dtype, backend)
+
+
+def build_feed_forward(
+    config: GatedSharedConfig, layer: int, dtype: torch.dtype, backend: str
+) -> MoE | GatedMLP:
+    """Return a MoE with a float32 softmax router and a gated shared expert, or an MLP."""
+    act = config.hidden_act
+    if layer not in config.sparse_layers:
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
+    router = RouterTopK(
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        hidden_size=config.hidden_size,
+        act_fn="softmax",
+        renormalize=config.norm_topk_prob,
+    )
+    width = config.shared_expert_intermediate_size
+    shared = SharedExperts(config.hidden_size, width, 1, act, dtype, is_gated=True)
+    size = config.moe_intermediate_size
+    return gated_moe(router, size, dtype, backend, shared, hidden_act=act)
 
 
 def weight_map(config: Qwen2MoeConfig) -> WeightMap:
@@ -118,10 +130,17 @@ def weight_map(config: Qwen2MoeConfig) -> WeightMap:
     names = [*(f"{name}.weight" for name in BIASED), "o_proj.weight"]
     names += [f"{name}.bias" for name in BIASED] if config.attention_bias else []
     rules = decoder_rules(f"self_attn.{name}" for name in names)
+    return gated_shared_map(config, rules)
+
+
+def gated_shared_map(
+    config: GatedSharedConfig, rules: list[Rule], ignored: Sequence[str] = ()
+) -> WeightMap:
+    """Map the feed-forward parts to ours, experts one by one or fused, beside what `rules` map."""
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in sparse:
         rules += shared_sparse_rules(f"model.layers.{layer}.mlp.", f"layers.{layer}.moe.")
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)

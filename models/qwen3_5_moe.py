@@ -8,7 +8,7 @@ Published files hold a vision tower and a layer that predicts a further token, w
 Source: transformers, `models/qwen3_5_moe/modeling_qwen3_5_moe.py`; Qwen/Qwen3.5-35B-A3B.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ class Qwen35MoeConfig(DecoderConfig):
             num_experts=reader.get("num_experts", int),
             num_experts_per_tok=reader.get("num_experts_per_tok", int),
             layer_types=reader.get_strings("layer_types") or usual,
-            linear_attention=_read_delta_net(reader),
+            linear_attention=read_delta_net(reader),
             num_vision_layers=vision_layers,
         )
 
@@ -113,7 +113,8 @@ class Qwen35MoeConfig(DecoderConfig):
         return OffsetRMSNorm(size, self.rms_norm_eps, dtype)
 
 
-def _read_delta_net(reader: ConfigReader) -> DeltaNetSizes:
+def read_delta_net(reader: ConfigReader) -> DeltaNetSizes:
+    """Read the sizes of linear attention."""
     return DeltaNetSizes(
         hidden_size=reader.get("hidden_size", int),
         num_key_heads=reader.get("linear_num_key_heads", int),
@@ -130,7 +131,7 @@ Config = Qwen35MoeConfig
 class GatedAttention(GroupedAttention):
     """Grouped-query attention whose output is gated; query and gate of a head are neighbours."""
 
-    def __init__(self, config: Qwen35MoeConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, norms="by head")
         width = 2 * config.num_attention_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False, dtype=dtype)
@@ -182,23 +183,32 @@ def weight_map(config: Qwen35MoeConfig) -> WeightMap:
     source = "model.language_model." if has_vision else "model."
     rules = decoder_rules([], source=source)
     for layer, kind in enumerate(config.layer_types):
-        rules += _attention_rules(f"{source}layers.{layer}.", f"layers.{layer}.", kind)
+        rules += attention_rules(f"{source}layers.{layer}.", f"layers.{layer}.", kind)
         rules += shared_sparse_rules(f"{source}layers.{layer}.mlp.", f"layers.{layer}.moe.")
     sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    ignored = _prediction_names()
+    ignored = prediction_names()
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored += _vision_names()
     return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
 
 
-def _attention_rules(theirs: str, ours: str, kind: str) -> list[Rule]:
-    """Return the rules of one layer's attention."""
+def attention_rules(
+    theirs: str, ours: str, kind: str, inputs: Sequence[str] = ("qkv", "z", "b", "a")
+) -> list[Rule]:
+    """Return the rules of one layer's attention.
+
+    Args:
+        theirs: what published names of the layer begin with.
+        ours: the same of our names.
+        kind: one of LAYER_TYPES.
+        inputs: the input projections of linear attention.
+    """
     if kind == "full_attention":
         names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
         return [Rule(theirs + name, ours + name) for name in (*names, "self_attn.k_norm.weight")]
     source, target = theirs + "linear_attn.", ours + "self_attn."
-    plain = [f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
+    plain = [f"in_proj_{name}.weight" for name in inputs]
     return [
         *(Rule(source + name, target + name) for name in (*plain, "out_proj.weight", "dt_bias")),
         Rule(source + "conv1d.weight", target + "conv_weight"),
@@ -207,11 +217,11 @@ def _attention_rules(theirs: str, ours: str, kind: str) -> list[Rule]:
     ]
 
 
-def _prediction_names() -> list[str]:
+def prediction_names() -> list[str]:
     """Return the tensors of the layer that predicts a further token."""
     frame, layer = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), "mtp.layers.0."
     rules = [
-        *_attention_rules(layer, "", "full_attention"),
+        *attention_rules(layer, "", "full_attention"),
         *shared_sparse_rules(layer + "mlp.", ""),
     ]
     return [

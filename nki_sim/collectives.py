@@ -76,7 +76,7 @@ def _collective(function: _F) -> _F:
         core = current()
         try:
             if core.open_loops:
-                core.same_as_first_trip(name, names, args, kwargs)
+                core.same_as_first_iteration(name, names, args, kwargs)
             result = function(core, *args, **kwargs)
             if core.machine.watcher is not None:
                 given = {**dict(zip(names, args, strict=False)), **kwargs}

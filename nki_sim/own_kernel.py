@@ -35,6 +35,7 @@ TIMES_ONLY: Final = SimOptions(
     accumulate="off",
     callers=True,
 )
+_SHAPE: Final = re.compile(r"\d+(x\d+)+")
 _TENSOR: Final = re.compile(r"(\d+(?:x\d+)*):([a-z]\w*)")
 _NAMED: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -107,7 +108,7 @@ def read_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
     number, True, False, None, a tuple, or any other text. Integer tensors hold zeros.
 
     Raises:
-        ValueError: a dtype that is none, or a value by position behind one by name.
+        ValueError: no dtype, one that is none, or a value by position behind one by name.
     """
     by_position: list[Any] = []
     by_name: dict[str, Any] = {}
@@ -142,6 +143,8 @@ def _value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
+        if _SHAPE.fullmatch(text):
+            raise ValueError(f"argument {text}: has no dtype. Write {text}:float32.") from None
         return text
 
 

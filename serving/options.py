@@ -108,8 +108,20 @@ def hf_overrides() -> dict[str, Any]:
     return {"architectures": [ARCHITECTURE], "quantization_config": {}}
 
 
-def check_servable(model: DecoderModel) -> None:
-    """Raise ValueError where vLLM has no cache for what a layer keeps."""
+def check_servable(model: DecoderModel, longest: int) -> None:
+    """Raise ValueError where vLLM has no cache for what a layer keeps, or sequences are too long.
+
+    Args:
+        model: to be served.
+        longest: tokens of a sequence, vLLM's max_model_len.
+    """
+    if (reason := getattr(model.config, "length_reason", "")) and (
+        longest > (limit := model.config.max_position_embeddings)
+    ):
+        raise ValueError(
+            f"max_model_len={longest}: must be at most {limit}{reason}."
+            f" Give --max-model-len {limit}."
+        )
     for layer, attention in enumerate(model.attentions):
         if attention.reach is None:
             raise ValueError(

@@ -113,12 +113,12 @@ class ServerSettings:
         with parallel_state.as_rank(layout, 0):
             built = build_model(self.folder, dtype=DTYPES[self.dtype], backend=self.options.backend)
         model = cast(DecoderModel, built)
-        check_servable(model)
+        longest = self.max_model_len or min(4096, model.config.max_position_embeddings)
+        check_servable(model, longest)
         for experts in model.modules():  # vLLM gives its ranks equal parts
             if isinstance(experts, RoutedExperts):
                 layout.check_experts(experts.spec.num_experts, experts.spec.intermediate_size)
         check_product_form(model, self.options)
-        longest = self.max_model_len or min(4096, model.config.max_position_embeddings)
         cache_bytes = (self.cache_mib or 0) << 20 or 8 * longest * _bytes_per_token(model)
         values = {
             "model": str(self.folder),

@@ -96,9 +96,10 @@ def put_cores(model: DecoderModel, config: VllmConfig, prefix: str) -> list[Page
     """Put a paged core into every attention of a model.
 
     Raises:
-        ValueError: a layer keeps a state of each sequence instead of each token.
+        ValueError: a layer keeps a state of each sequence instead of each token, or sequences are
+            longer than the model computes.
     """
-    check_servable(model)
+    check_servable(model, config.model_config.max_model_len)
     cores = []
     for layer, attention in enumerate(model.attentions):
         name = f"{prefix}.layers.{layer}.self_attn".lstrip(".")

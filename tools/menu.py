@@ -1,6 +1,5 @@
 """A list of names on the command line, each a module with `main(argv) -> int`."""
 
-import difflib
 import importlib
 import shutil
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import neuron_moe
 from neuron_moe.tools.interrupts import ends_at_once
-from neuron_moe.tools.parsers import EXIT_STATUS
+from neuron_moe.tools.parsers import EXIT_STATUS, did_you_mean
 
 _MOST_COLUMNS = 100
 
@@ -45,7 +44,7 @@ class Menu:
             for name, (_, text) in self.entries.items()
         ]
         head = f"usage: {self.program} {self.noun.upper()} [options]"
-        tail = f"{self.noun.upper()} --help tells its options.\n{EXIT_STATUS}"
+        tail = f"{self.noun.upper()} --help lists its options.\n{EXIT_STATUS}"
         return "\n".join([head, "", *rows, "", tail])
 
     def main(self, argv: list[str] | None = None) -> int:
@@ -59,8 +58,7 @@ class Menu:
             return 0 if args else 2
         name, rest = args[0], args[1:]
         if name not in self.entries:
-            near = difflib.get_close_matches(name, self.entries, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, self.entries)
             print(
                 f"{self.program}: no {self.noun} {name!r}.{hint}\n\n{self.usage()}", file=sys.stderr
             )

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRINTED = Path("-")  # what --json without a file means
-DETAILS = "\v"  # in a help text: what follows is told by --help-all alone
+DETAILS = "\v"  # in a help text: what follows is in --help-all alone
 _MOST_LINES = 12  # of what stands above the options
-_MANY_CHOICES = 60  # characters; longer lists are told by --help-all alone
+_MANY_CHOICES = 60  # characters; longer lists are in --help-all alone
 _LONG_CHOICES = 20  # characters; longer lists stand behind the help, not in front of it
 DESCRIBE = "\0"  # as the only argument, which nobody can type: raise Described
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted"
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the nearest of the known words, empty if none is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 class Described(Exception):
-    """What a parser takes, for whoever asked with DESCRIBE.
+    """A command's parser, for whoever asked with DESCRIBE.
 
     Attributes:
-        actions: options and positional arguments.
+        parser: of the command.
     """
 
-    def __init__(self, actions: list[argparse.Action]) -> None:
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__("asked for what a command takes")
-        self.actions = actions
+        self.parser = parser
 
 
 class _Formatter(argparse.HelpFormatter):
     """Fills paragraphs, keeps examples as they are, and leaves long details to docs/."""
 
-    tells_all = False
+    is_whole = False
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": 26, **options})
@@ -51,13 +60,13 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action(action)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        told, _, details = super()._expand_help(action).partition(DETAILS)
+        text, _, details = super()._expand_help(action).partition(DETAILS)
         if action.choices is not None and self._are_many(action):
-            told, details = f"{told}: ", ", ".join(map(str, action.choices))
-            if not self.tells_all and len(details) > _MANY_CHOICES:
+            text, details = f"{text}: ", ", ".join(map(str, action.choices))
+            if not self.is_whole and len(details) > _MANY_CHOICES:
                 details = "see --help-all"
-            return told + details
-        return told + details if self.tells_all else told
+            return text + details
+        return text + details if self.is_whole else text
 
     @staticmethod
     def _are_many(action: argparse.Action) -> bool:
@@ -83,7 +92,7 @@ def _filled(text: str, width: int) -> str:
 
 
 class _AllFormatter(_Formatter):
-    tells_all = True
+    is_whole = True
 
 
 class _HelpAll(argparse.Action):
@@ -112,19 +121,19 @@ class Parser(argparse.ArgumentParser):
         text = (description or "").removeprefix(f"{prog}: ")
         super().__init__(prog=prog, description=text, epilog=exits, formatter_class=_Formatter)
         self.more = self.add_argument_group("more options")
-        self.more.add_argument("--help-all", action=_HelpAll, nargs=0, help="tell every option")
+        self.more.add_argument("--help-all", action=_HelpAll, nargs=0, help="list every option")
         if command.startswith("bench "):  # written by the menu, see tools/commands/bench.py
             self.add_argument("--report", type=Path, metavar="FILE.html", help="write a page")
 
     def add_json_option(self, more: str = "") -> None:
         """Add --json [FILE]; `tell_json` of console.py obeys it."""
-        told = f"end with one line of JSON, or write it to a file{more}"
-        self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=told)
+        text = f"end with one line of JSON, or write it to a file{more}"
+        self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=text)
 
     def add_args_option(self) -> None:
         """Add --args, what a kernel of the user's is called with; read by `nki_sim.own_kernel`."""
-        told = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
-        self.add_argument("--args", nargs="*", default=[], metavar="A", help=told)
+        text = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
+        self.add_argument("--args", nargs="*", default=[], metavar="A", help=text)
 
     def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
         """Add --features, a word of `Tuning.features`."""
@@ -133,8 +142,16 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""
         if args == [DESCRIBE]:
-            raise Described(self._actions)
+            raise Described(self)
+        self._words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and a sentence, which names the option nearest to an unknown one."""
+        words = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+        known = list(self._option_string_actions)
+        wrong = [word for word in words if not any(name.startswith(word) for name in known)]
+        super().error(". ".join([message, *(did_you_mean(word, known).strip() for word in wrong)]))
 
     def format_usage(self) -> str:
         """Return the command with what it must be given."""

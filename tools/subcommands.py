@@ -37,7 +37,7 @@ SUBCOMMANDS = {
     "train_tiny": ("lab.train.train_tiny", "train the small GPT-OSS model"),
     "export_tiny": (
         "lab.train.export_tiny",
-        "turn a training run into the shipped MXFP4 checkpoint",
+        "export a training run as the shipped MXFP4 checkpoint",
     ),
     "check": (
         "commands.check",

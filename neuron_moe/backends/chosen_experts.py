@@ -295,7 +295,7 @@ def multiply(
     elif form == "batched" and run.has_single_rows:
         gathered_nNk = matrices.plain_Ekn.transpose(1, 2)[run.experts]
         product = torch.bmm(gathered_nNk, rows_nk.unsqueeze(2)).squeeze(2)
-    elif form == "turned":
+    elif form == "transposed":
         parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
         product = torch.cat([(matrices.plain_Ekn[e].t() @ rows.t()).t() for rows, e in parts])
     else:

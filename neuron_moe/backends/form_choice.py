@@ -23,7 +23,7 @@ from neuron_moe.weights.product_forms import (
     PACKED_FORMS,
     PARALLEL,
     STRAIGHT_FORMS,
-    TURNED_FORMS,
+    TRANSPOSED_FORMS,
     ProductForms,
 )
 
@@ -88,9 +88,9 @@ def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
     be kept, the one with the least loss in the mean is taken. A brought kernel's is always the
     second.
     """
-    alone = (PACKED_FORMS, TURNED_FORMS, STRAIGHT_FORMS)
+    alone = (PACKED_FORMS, TRANSPOSED_FORMS, STRAIGHT_FORMS)
     brought = sorted({form for each in times.values() for form in each}.difference(FORMS))
-    pairs = [PACKED_FORMS + TURNED_FORMS, PACKED_FORMS + STRAIGHT_FORMS]
+    pairs = [PACKED_FORMS + TRANSPOSED_FORMS, PACKED_FORMS + STRAIGHT_FORMS]
     pairs += [(*forms, kernel) for forms in alone for kernel in brought]
     allowed, pair = _best_of(times, alone), _best_of(times, pairs)
     losses = [

@@ -176,17 +176,17 @@ def measure(weights: ExpertWeights, top_k: int, num_experts: int) -> dict[int, d
 
 def _layouts(run: ExpertWeights) -> dict[str, ExpertWeights]:
     """Return some experts in the layout of each form."""
-    straight, turned = (
+    straight, transposed = (
         replace(
             run,
-            gate_up_proj_EHI=laid(run.gate_up_proj_EHI, is_turned=is_turned),
-            down_proj_EIH=laid(run.down_proj_EIH, is_turned=is_turned),
+            gate_up_proj_EHI=laid(run.gate_up_proj_EHI, is_transposed=is_transposed),
+            down_proj_EIH=laid(run.down_proj_EIH, is_transposed=is_transposed),
             product_forms=None,
         )
-        for is_turned in (False, True)
+        for is_transposed in (False, True)
     )
-    packed = _packed(turned)
-    layouts = {form: straight if form in STRAIGHT_FORMS else turned for form in _forms_here()}
+    packed = _packed(transposed)
+    layouts = {form: straight if form in STRAIGHT_FORMS else transposed for form in _forms_here()}
     if packed is None:
         return {form: each for form, each in layouts.items() if form not in PACKED_FORMS}
     return layouts | dict.fromkeys(PACKED_FORMS, packed)

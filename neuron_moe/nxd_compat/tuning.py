@@ -157,7 +157,7 @@ def _remarks_on_nki(config: BlockwiseMatmulConfig, shards: dict[str, object]) ->
         "optimized_block_to_token_mapping": "the mapping is k-wide in any case",
     }
     if not shards:
-        told["skip_dma_weight"] = "a visit loads its expert's weights once for all its row tiles"
+        told["skip_dma_weight"] = "a work tile loads its expert's weights once for all its rows"
     if not by_blocks:
         told["block_sharding_strategy"] = "applies where blocks are sharded"
     defaults = {field.name: field.default for field in dataclasses.fields(config)}

@@ -140,7 +140,7 @@ class Experts(nn.Module):
         )
         if forms.wants_plain:
             for linear in linears:
-                linear.lay(is_turned=forms.wants_turned)
+                linear.lay(is_transposed=forms.wants_transposed)
         if first is not None and down is not None:
             if forms.wants_plain:
                 forms = replace(forms, packed=(first, down))
@@ -178,7 +178,7 @@ class Experts(nn.Module):
             if isinstance(linear.kept, PackedMatrices):
                 linear.unpack()
             elif linear.kept is None and not linear.weight.is_contiguous():
-                linear.lay(is_turned=False)
+                linear.lay(is_transposed=False)
 
     def _valid_forms(self) -> ProductForms | None:
         forms = self.product_forms

@@ -163,9 +163,9 @@ class ExpertLinear(nn.Module):
             self._parameters["weight"] = nn.Parameter(one, requires_grad=requires_grad)
             self._stand_in(dtype, device)
 
-    def lay(self, *, is_turned: bool) -> None:
+    def lay(self, *, is_transposed: bool) -> None:
         """Let the weight lie in memory as [E, out, in], or as [E, in, out]; its shape stays."""
-        self._hold(laid(self.weight.detach(), is_turned=is_turned))
+        self._hold(laid(self.weight.detach(), is_transposed=is_transposed))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -243,12 +243,12 @@ def _stands_in(weight: Tensor) -> bool:
     return weight.untyped_storage().nbytes() < weight.numel() * weight.element_size()
 
 
-def laid(weight_Ekn: Tensor, *, is_turned: bool) -> Tensor:
+def laid(weight_Ekn: Tensor, *, is_transposed: bool) -> Tensor:
     """Return a copy of [E, in, out] that lies in memory as [E, out, in], or as it says."""
     num_experts, num_inputs, num_outputs = weight_Ekn.shape
-    sizes = (num_outputs, num_inputs) if is_turned else (num_inputs, num_outputs)
+    sizes = (num_outputs, num_inputs) if is_transposed else (num_inputs, num_outputs)
     memory = ask_for_huge_pages(weight_Ekn.new_empty((num_experts, *sizes)))
-    copy_Ekn = memory.transpose(1, 2) if is_turned else memory
+    copy_Ekn = memory.transpose(1, 2) if is_transposed else memory
     return copy_Ekn.copy_(weight_Ekn)
 
 

@@ -7,15 +7,15 @@ the dtype and the number of tokens.
 | --- | --- | --- |
 | packed | oneDNN's product with a matrix in its own layout | packed |
 | padded | the same, of four rows or more | packed |
-| plain | rows times matrix, expert by expert | turned |
-| turned | matrix times rows, expert by expert | turned |
-| grouped | torch's grouped_mm over all experts at once | turned |
-| batched | a batched product of one row each, with gathered matrices | turned |
-| compiled | a C++ function over all experts at once, where there is a compiler | turned |
+| plain | rows times matrix, expert by expert | transposed |
+| transposed | matrix times rows, expert by expert | transposed |
+| grouped | torch's grouped_mm over all experts at once | transposed |
+| batched | a batched product of one row each, with gathered matrices | transposed |
+| compiled | a C++ function over all experts at once, where there is a compiler | transposed |
 | straight | rows times matrix, expert by expert | straight |
 | parallel_X | as form X, experts side by side, each on threads of its own | as form X |
 
-All matrices have the shape [in, out]. Straight ones lie in memory so, turned ones as [out, in];
+All matrices have the shape [in, out]. Straight ones lie in memory so, transposed ones as [out, in];
 which of the two a matrix library reads faster hangs on machine and dtype (measured).
 
 A server may bring kernels of its own, forms besides; see `backends.brought_kernels`.
@@ -34,18 +34,18 @@ PARALLEL = "parallel_"
 COMPILED = "compiled"
 AT_ONCE_FORMS = ("grouped", "batched", COMPILED)  # one call for all experts
 PACKED_FORMS = ("packed", "padded", f"{PARALLEL}packed")
-TURNED_FORMS = (
+TRANSPOSED_FORMS = (
     "plain",
-    "turned",
+    "transposed",
     "grouped",
     "batched",
     COMPILED,
     f"{PARALLEL}plain",
-    f"{PARALLEL}turned",
+    f"{PARALLEL}transposed",
     f"{PARALLEL}grouped",
 )
 STRAIGHT_FORMS = ("straight", f"{PARALLEL}straight")
-FORMS = PACKED_FORMS + TURNED_FORMS + STRAIGHT_FORMS
+FORMS = PACKED_FORMS + TRANSPOSED_FORMS + STRAIGHT_FORMS
 MEASURED = "measured"
 BUCKETS = (1, 4, 16, 32, 128, 512)
 """Most tokens of a step for which a form is chosen together; the last one holds beyond, too."""
@@ -95,12 +95,12 @@ class ProductForms:
     @property
     def wants_plain(self) -> bool:
         """Whether some step takes matrices that are not packed."""
-        return any(form in TURNED_FORMS + STRAIGHT_FORMS for form in self.by_bucket.values())
+        return any(form in TRANSPOSED_FORMS + STRAIGHT_FORMS for form in self.by_bucket.values())
 
     @property
-    def wants_turned(self) -> bool:
-        """Whether some step takes turned matrices."""
-        return any(form in TURNED_FORMS for form in self.by_bucket.values())
+    def wants_transposed(self) -> bool:
+        """Whether some step takes transposed matrices."""
+        return any(form in TRANSPOSED_FORMS for form in self.by_bucket.values())
 
     def of(self, tokens: int) -> str:
         """Return the form of a step."""

@@ -62,7 +62,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
             if watcher is not None:
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
             if core.open_loops:
-                core.same_as_first_trip(name, names, args, kwargs)
+                core.same_as_first_iteration(name, names, args, kwargs)
             if resolve:
                 for arg in args:
                     if type(arg) is NkiTensor and arg._dynamic is not None:

@@ -1,7 +1,7 @@
 """Dynamic loops: `nl.fori_loop` and `nl.while_loop`, and of NKI 0.6 `nl.dynamic_range`.
 
-The body runs once per trip on the current values, as the hardware would; `machine/program.py` notes
-begin, trips and end, and serves the fourth form, ``while register:`` of NKI 0.6. A trip that issues
+The body runs once per iteration on the current values, as the hardware would; `machine/program.py`
+notes begin, iterations and end, and serves ``while register:`` of NKI 0.6. An iteration that issues
 other instructions than the first, because Python state changed, is refused: the compiler sees the
 body once. A loop left by break or return is found when the kernel ends; continue only by the
 linter.
@@ -40,7 +40,7 @@ def dynamic_range(start: Any, stop: Any = None, step: Any = 1) -> Iterator[Virtu
     """Loop over a register whose bounds are known only at run time.
 
     Args:
-        start: first value, or the number of trips where `stop` is left out; int or register.
+        start: first value, or the number of iterations where `stop` is left out; int or register.
         stop: end, int or register.
         step: positive int.
     """
@@ -74,7 +74,7 @@ def _step(step: Any) -> int:
 def _counted(core: Core, line: int, first: int, last: int, by: int) -> Iterator[VirtualRegister]:
     loop = Loop(core, line)
     for value in range(first, last, by):
-        loop.trip()
+        loop.iteration()
         yield VirtualRegister(value, frozen=True)
     loop.end()
 
@@ -93,7 +93,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any], Any], step: int 
     counter = VirtualRegister if is_register else NkiScalar
     loop = Loop(core, core.here())
     for value in range(_bound(lower), _bound(upper), _step(step)):
-        loop.trip()
+        loop.iteration()
         if body_fun(counter(value)) is not None:
             raise LanguageError("body_fun", "a body that returns nothing", "a returned value")
     loop.end()
@@ -110,7 +110,7 @@ def while_loop(init: VirtualRegister, body_fun: Callable[[Any], Any]) -> None:
     register = init
     while (value := register.read()) != 0:
         loop.check_progress(value)
-        loop.trip()
+        loop.iteration()
         loop.body.carried = register
         register = body_fun(register)
         if not isinstance(register, VirtualRegister):

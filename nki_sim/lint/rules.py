@@ -269,7 +269,7 @@ _RULE_LIST = (
         "NKI042",
         "Python state changed in a loop body",
         "the body is traced once, so the change takes effect once",
-        "Keep what changes from trip to trip in a tensor or register.",
+        "Keep what changes between iterations in a tensor or register.",
         tracer="error",
         parser=None,
     ),

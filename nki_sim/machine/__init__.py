@@ -5,7 +5,7 @@ Files from low to high; each knows only those before it:
 - `memory`, `geometry`: bytes, which of them are defined, where a view lies.
 - `ambient`, `numbers`, `registers`, `views`, `tensor`: what kernels hold in their hands.
 - `shared_log`, `system`: what the cores of a launch share.
-- `trips`: whether the trips of a dynamic loop are alike.
+- `iterations`: whether the iterations of a dynamic loop are alike.
 - `program`, `allocator`, `undefined`, `core`: one core; its place in the kernel, its memories, and
   how an instruction takes effect.
 - `scheduler`, `races`, `liveness`: several cores, and the checks of a whole run.

@@ -63,7 +63,7 @@ class Allocator(Program):
         if region is MemoryRegion.shared_hbm:
             return self._allocate_shared(sizes, dtype, name)
         if self.open_loops:
-            self.same_as_first_trip(
+            self.same_as_first_iteration(
                 "nl.ndarray",
                 ("shape", "dtype", "buffer", "address"),
                 (sizes, dtype, region, address),

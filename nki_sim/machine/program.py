@@ -1,8 +1,8 @@
 """Where the program of one core is: source line, dynamic loops, operands of the instruction.
 
-Each dynamic loop writes loop_begin, one loop_trip per trip, and loop_end to the trace, and its trip
-count to the core's flow, which must agree between cores. A loop left by break or return is found
-when the kernel ends, or a ``while`` around it goes on.
+Each dynamic loop writes loop_begin, one loop_trip per iteration, and loop_end to the trace, and the
+number of iterations to the core's flow, which must agree between cores. A loop left by break or
+return is found when the kernel ends, or a ``while`` around it goes on.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Final
 
 from nki_sim import trace as tr
 from nki_sim.errors import LanguageError, NkiValidationError
+from nki_sim.machine.iterations import Body, changing_names, describe, sign
 from nki_sim.machine.registers import VirtualRegister
 from nki_sim.machine.system import PACKAGE_DIR, System
 from nki_sim.machine.tensor import NkiTensor
-from nki_sim.machine.trips import Body, changing_names, describe, sign
 
-_STUCK_TRIPS: Final = 10_000
+_STUCK_ITERATIONS: Final = 10_000
 _PLAIN: Final = (int, float, str, bool, type(None))
 _BEGIN: Final = tr.ControlFacts("loop_begin")
-_TRIP: Final = tr.ControlFacts("loop_trip")
+_ITERATION: Final = tr.ControlFacts("loop_trip")
 _END: Final = tr.ControlFacts("loop_end")
 
 
@@ -37,11 +37,11 @@ class Loop:
         key: what tells a ``while register:`` from others; None for the other forms.
 
     Attributes:
-        body: what its first trip issued.
-        trips: how many began.
+        body: what its first iteration issued.
+        iterations: how many began.
     """
 
-    __slots__ = ("_program", "_state", "_stuck", "body", "key", "line", "trips")
+    __slots__ = ("_program", "_state", "_stuck", "body", "iterations", "key", "line")
 
     def __init__(self, program: Program, line: int, key: Any = None) -> None:
         if program.no_reorder:
@@ -51,7 +51,7 @@ class Loop:
         self._program = program
         self.line = line
         self.key = key
-        self.trips = 0
+        self.iterations = 0
         self._state: dict[str, Any] = {}
         self._stuck = (0, 0)
         self.body = program.body_of(line)
@@ -63,51 +63,55 @@ class Loop:
         at = self._program
         at.trace.emit(op, tr.ALL, facts, (), (), self.line, at.id, at.rank, at.loop_depth)
 
-    def trip(self) -> None:
-        """Note the start of a trip."""
-        self._end_trip()
-        self.trips += 1
-        self.body.begin_trip(self._program.births)
-        self._mark("loop_trip", _TRIP)
+    def iteration(self) -> None:
+        """Note the start of an iteration."""
+        self._end_iteration()
+        self.iterations += 1
+        self.body.begin_iteration(self._program.births)
+        self._mark("loop_trip", _ITERATION)
 
     def check_progress(self, value: int) -> None:
-        """Refuse a loop whose condition has held the same value for very many trips.
+        """Refuse a loop whose condition has held the same value for very many iterations.
 
         Raises:
             LanguageError: it has.
         """
         last, times = self._stuck
         self._stuck = (value, times + 1 if value == last else 0)
-        if times > _STUCK_TRIPS:
+        if times > _STUCK_ITERATIONS:
             raise LanguageError(
                 "register",
                 "a condition that the body changes",
-                f"{value} for {times} trips",
-                "Load or move the next value into the register on every trip",
+                f"{value} for {times} iterations",
+                "Load or move the next value into the register on every iteration",
                 instruction="while",
                 location=self._program.machine.location(self.line),
             )
 
     def end(self) -> None:
         """Note the end of the loop."""
-        self._end_trip()
+        self._end_iteration()
         program = self._program
         program.loop_depth -= 1
         program.open_loops.pop()
         self._mark("loop_end", _END)
-        program.flow.append(("loop", program.machine.location(self.line), self.trips))
+        program.flow.append(("loop", program.machine.location(self.line), self.iterations))
 
-    def _end_trip(self) -> None:
-        if not self.trips:
+    def _end_iteration(self) -> None:
+        if not self.iterations:
             return
-        missing = self.body.end_trip()
+        missing = self.body.end_iteration()
         if missing is not None:
-            self._program.refuse_trip(self, f"a trip {self.trips} without {describe(missing)}")
+            self._program.refuse_iteration(
+                self, f"an iteration {self.iterations} without {describe(missing)}"
+            )
         state = self._program.python_state(self.line)
-        if self.trips > 1 and state != self._state:
+        if self.iterations > 1 and state != self._state:
             name = next(name for name in state if state[name] != self._state.get(name))
-            self._program.refuse_trip(
-                self, f"{name}={state[name]} after trip {self.trips}, not {self._state.get(name)}"
+            self._program.refuse_iteration(
+                self,
+                f"{name}={state[name]} after iteration {self.iterations},"
+                f" not {self._state.get(name)}",
             )
         self._state = state
 
@@ -192,7 +196,7 @@ class Program:
             stack.append(Loop(self, self.machine.line_of(frame), key))
         if (value := register.read()) != 0:
             stack[-1].check_progress(value)
-            stack[-1].trip()
+            stack[-1].iteration()
             return True
         stack.pop().end()
         return False
@@ -209,22 +213,24 @@ class Program:
         outer = self.open_loops[-1]
         found = outer.body.inner(line)
         if found is None:
-            self.refuse_trip(outer, f"a trip {outer.trips} with another inner loop")
+            self.refuse_iteration(outer, f"an iteration {outer.iterations} with another inner loop")
         assert found is not None
         return found
 
-    def same_as_first_trip(
+    def same_as_first_iteration(
         self, op: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compare an instruction in the body of a dynamic loop with that of the first trip.
+        """Compare an instruction in the body of a dynamic loop with that of the first iteration.
 
         Raises:
             LanguageError: it is another one, which a body compiled once cannot give.
         """
         issued = sign([each.body for each in self.open_loops], op, names, args, kwargs)
         if how := self.open_loops[-1].body.differs(issued):
-            later = [loop for loop in self.open_loops if loop.trips > 1]
-            self.refuse_trip(later[-1], f"a trip {later[-1].trips} whose {op} comes {how}")
+            later = [loop for loop in self.open_loops if loop.iterations > 1]
+            self.refuse_iteration(
+                later[-1], f"an iteration {later[-1].iterations} whose {op} comes {how}"
+            )
 
     def python_state(self, line: int) -> dict[str, Any]:
         """Return the plain values of the variables that the body of the loop at a line changes."""
@@ -239,8 +245,8 @@ class Program:
         values = {name: seen[name] for name in names if name in seen}
         return {name: _plain(value) for name, value in values.items()}
 
-    def refuse_trip(self, loop: Loop, what: str) -> None:
-        """Raise LanguageError: a trip of a dynamic loop is not like its first one."""
+    def refuse_iteration(self, loop: Loop, what: str) -> None:
+        """Raise LanguageError: an iteration of a dynamic loop is not like its first one."""
         names: tuple[str, ...] = ()
         for each in (loop, *reversed(self.open_loops)):
             file, line = self.machine.location(each.line).rsplit(":", 1)
@@ -248,9 +254,9 @@ class Program:
         listed = ", ".join(f"`{name}`" for name in names[:3])
         raise LanguageError(
             listed or "body",
-            "the same instructions on every trip, as the body is compiled once",
+            "the same instructions on every iteration, as the body is compiled once",
             what,
-            "Keep what changes from trip to trip in a register or a tensor, not in Python",
+            "Keep what changes between iterations in a register or a tensor, not in Python",
             location=self.location(),
         )
 

@@ -174,8 +174,8 @@ def check_flow(machine: Machine) -> None:
                 if a != b:
                     raise DivergenceError(
                         "control flow",
-                        f"{a[0]} at {a[1]} with {a[2]} trips on core 0",
-                        f"{b[0]} at {b[1]} with {b[2]} trips on core {core.id}",
+                        f"{a[0]} at {a[1]} with {a[2]} iterations on core 0",
+                        f"{b[0]} at {b[1]} with {b[2]} iterations on core {core.id}",
                         location=b[1],
                     )
             if len(first) != len(core.flow):

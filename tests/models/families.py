@@ -354,7 +354,89 @@ FAMILIES |= {
         },
     ),
 }
-SLOW = {"qwen3_5_moe-alternating"}  # with transformers' recurrence, token by token
+DOTS: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "sliding_window": None,
+}
+EXAONE: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+}
+FAMILIES |= {
+    "dots1": Family("dots1", DOTS),
+    "dots1-sliding-groups": Family(
+        "dots1",
+        {
+            **DOTS,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "exaone_moe": Family("exaone_moe", EXAONE),
+    "exaone_moe-two-shared": Family(
+        "exaone_moe",
+        {
+            **EXAONE,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_shared_experts": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "deepseek_v32": Family(
+        "deepseek_v32",
+        {
+            **DEEPSEEK,
+            "rope_parameters": DEEPSEEK_YARN,
+            "index_topk": 512,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+        },
+    ),
+    "glm_moe_dsa": Family(
+        "glm_moe_dsa",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk": 512,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_topk_freq": 2,
+        },
+    ),
+}
+NEXT = {**QWEN3_5, "intermediate_size": 96}
+FAMILIES |= {
+    "qwen3_next": Family("qwen3_next", NEXT),
+    "qwen3_next-dense-layers": Family(
+        "qwen3_next",
+        {
+            **NEXT,
+            "linear_num_value_heads": 2,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "full_attention_interval": 2,
+        },
+    ),
+}
+SLOW = {
+    "qwen3_5_moe-alternating",
+    "qwen3_next-dense-layers",
+}  # with transformers' recurrence, token by token
 
 
 def names(slow: Collection[str] = SLOW, *, is_long: bool = False) -> list[Any]:

@@ -32,6 +32,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
     for name in (
         *("qwen3_moe", "mixtral", "llama4-scout", "glm4_moe", "deepseek_v3", "minimax_m2"),
         *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open", "hy_v3"),
+        *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
     )
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -76,6 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+NO_HEAD_DIM = ("dbrx", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "olmoe", "qwen2_moe")
 # What transformers does not run, or has no such key for.
 NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "mixtral": ("biases", "no-biases"),
@@ -83,7 +85,8 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "ernie4_5_moe": ("biases", "no-biases"),
     "dbrx": ("tied", "biases", "no-biases", "large-eps", "one-kv-head", "all-kv-heads"),
     "glm4_moe": ("one-expert",),
-    "deepseek_v3": ("one-expert", "one-kv-head"),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), ("one-expert", "one-kv-head")),
+    **dict.fromkeys(("dots1", "exaone_moe"), ("one-expert",)),
     "olmoe": ("one-kv-head",),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
@@ -110,7 +113,7 @@ def configs(base: str) -> Iterator[tuple[str, dict[str, Any]]]:
             values |= copy.deepcopy(changes)  # transformers writes into rotary sections
         if base == "dbrx":
             values["ffn_config"] = sizes
-        if base in ("dbrx", "deepseek_v3", "olmoe", "qwen2_moe") or name == "no-head-dim":
+        if base in NO_HEAD_DIM or name == "no-head-dim":
             values.pop("head_dim", None)
         if name.endswith("layers") or name == "one-layer":
             values.pop("layer_types", None)

@@ -106,6 +106,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, made: Checkpo
     assert typical_error(ours_USV, exact) < 1.5 * typical_error(theirs, exact)
 
 
+LEFT_OUT = ".indexer."  # of DeepSeek-V3.2 and GLM-5, see docs/checkpoints.md
+
+
 @pytest.mark.parametrize("name", names())
 def test_what_is_saved_again_is_what_was_read(name: str, made: Checkpoints, tmp_path: Path) -> None:
     folder, family = made(name), FAMILIES[name]
@@ -115,6 +118,7 @@ def test_what_is_saved_again_is_what_was_read(name: str, made: Checkpoints, tmp_
     save_checkpoint(parameters, weight_map, tmp_path, variant=family.variant)
     published = load_file(folder / "model.safetensors")
     saved = load_file(tmp_path / "model.safetensors")
+    published = {key: kept for key, kept in published.items() if LEFT_OUT not in key}
     assert saved.keys() == published.keys()
     for key, tensor in published.items():
         assert saved[key].dtype == tensor.dtype, key
@@ -145,4 +149,6 @@ def test_transformers_reads_what_we_save(name: str, made: Checkpoints, tmp_path:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     again = reference_of(tmp_path).state_dict()
     for key, tensor in reference_of(folder).state_dict().items():
+        if LEFT_OUT in key:
+            continue
         assert torch.equal(again[key], tensor), key

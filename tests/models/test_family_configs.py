@@ -9,8 +9,11 @@ import torch
 
 from neuron_moe.checkpoint import Checkpoint, match_parameters, unique_parameters
 from neuron_moe.configs import load_config
+from neuron_moe.models.deepseek_v32 import Model
+from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import find_model_file
 from neuron_moe.models.sizes import GROUPS, count_active_parameters, count_parameters
+from neuron_moe.serving.options import check_servable
 from tests.models import published
 from tests.models.families import DBRX, FAMILIES
 
@@ -367,3 +370,13 @@ def test_a_wrong_config_is_refused_by_key_and_value(case: str) -> None:
     read(name, {})
     with pytest.raises(ValueError, match=message):
         read(name, changes)
+
+
+def test_sparse_attention_is_read_up_to_where_it_is_dense() -> None:
+    more = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    model = Model(read("glm_moe_dsa", {**more, "index_topk": 16}))
+    generate(model, [[1, 2, 3]], GenerationOptions(max_new_tokens=13))
+    with pytest.raises(ValueError, match=r"embeddings=16, config\.json's index_topk"):
+        generate(model, [[1, 2, 3]], GenerationOptions(max_new_tokens=14))
+    with pytest.raises(ValueError, match=r"max_model_len=17: must be at most 16"):
+        check_servable(model, 17)

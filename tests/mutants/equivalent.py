@@ -180,13 +180,13 @@ EQUIVALENT = (
         "counts from another number, for other random orders",
     ),
     Equivalent(
-        "nki_sim/machine/trips.py",
+        "nki_sim/machine/iterations.py",
         "_born(bodies, alloc.birth) if alloc.birth >= 0 else _shared(alloc),",
         "_born(bodies, alloc.birth) if alloc.birth > 0 else _shared(alloc),",
         "a loop makes its register first, so tensor 0 was made before it and has either name alone",
     ),
     Equivalent(
-        "nki_sim/machine/trips.py",
+        "nki_sim/machine/iterations.py",
         "late = (1 << 30, 0)",
         "late = (1 << 30, 1)",
         "either lies behind every line of a file",
@@ -306,7 +306,7 @@ EQUIVALENT = (
         "no row is written from it",
     ),
     Equivalent(
-        "nki_sim/machine/trips.py",
+        "nki_sim/machine/iterations.py",
         "if isinstance(node, ast.FunctionDef) and node.lineno < line:",
         "if isinstance(node, ast.FunctionDef) and node.lineno <= line:",
         "no function is the body of a loop in its own first line",
@@ -438,7 +438,7 @@ EQUIVALENT = (
         "few boxes are compared sooner; a mask says the same",
     ),
     Equivalent(
-        "nki_sim/machine/trips.py",
+        "nki_sim/machine/iterations.py",
         "_born(bodies, alloc.birth) if alloc.birth >= 0 else _shared(alloc),",
         "_born(bodies, alloc.birth) if alloc.birth >= 1 else _shared(alloc),",
         "a loop makes its register first, so tensor 0 has either name alone",

@@ -306,7 +306,7 @@ def test_the_state_dict_and_copies_are_those_of_plain_weights(
 
 def test_weights_lie_as_they_were_loaded_once_no_form_is_settled() -> None:
     layer = build()
-    layer.settle_forms("turned")
+    layer.settle_forms("transposed")
     assert not layer.mlp_op.down_proj.weight.is_contiguous()
     layer.mlp_op.unsettle_forms()
     assert layer.mlp_op.down_proj.weight.is_contiguous()

@@ -41,6 +41,9 @@ OTHERS = (
     "qwen2_moe",
     "solar_open",
     "hy_v3",
+    "dots1",
+    "exaone_moe",
+    "deepseek_v32",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer

@@ -70,6 +70,27 @@ def test_help_documents_exit_statuses(command: str, monkeypatch: pytest.MonkeyPa
         assert "exit status: 0 " in text
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["compile", "--outt", "x"], "--out"),  # and one that is missing
+        (["bench", "cpu", "--token", "1", "--dtipes", "bf16"], "--dtypes"),  # one is only short
+    ],
+)
+def test_a_wrong_option_is_answered_with_the_nearest(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert capsys.readouterr().err.endswith(f". Did you mean {option!r}?\n")
+
+
+def test_the_help_of_compile_says_what_three_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "3 all is done but what needs the Neuron SDK" in " ".join(
+        told(["compile"], monkeypatch).split()
+    )
+
+
 @pytest.mark.parametrize("menu", MENUS)
 def test_the_list_of_commands_names_every_target_of_a_menu(
     menu: str, monkeypatch: pytest.MonkeyPatch

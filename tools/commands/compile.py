@@ -6,9 +6,6 @@
 Says whether the model fits, what each step takes and why; cuts the weights for the ranks where DIR
 has any; writes plan.json, index.html and manifest.json. Where the Neuron SDK is installed NxDI then
 compiles and loads it with our layer inside. A second run computes only what has changed.
-
-Exit codes: 0 compiled, 2 it cannot be or does not fit (the message names the smallest change), 3
-everything is done but what needs the SDK or weights, which are missing and listed.
 """
 
 from __future__ import annotations
@@ -42,6 +39,11 @@ from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.parsers import Parser
 
 SDK_IS_MISSING = 3
+_EXITS = (
+    "exit status: 0 compiled, or planned with --plan-only, 1 failed, 2 wrong call, or it does not"
+    " fit (the smallest change that does is named), 3 all is done but what needs the Neuron SDK or"
+    " weights, which is listed, 130 interrupted"
+)
 _WEIGHTS, _MANIFEST = "weights", "manifest.json"
 _OWN_FILES = ("plan.json", "index.html", "neuron_config.json")
 
@@ -233,7 +235,7 @@ def _step_row(bucket: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("compile", __doc__)
+    parser = Parser("compile", __doc__, exits=_EXITS)
     parser.add_argument("--model", help="folder of a checkpoint, or name of a configuration")
     parser.add_argument(
         "--config", help="machine, model, both (gpt-oss-120b@trn2.3xlarge), or a JSON file"

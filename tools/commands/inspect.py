@@ -200,7 +200,7 @@ def _print_report(report: dict[str, Any]) -> None:
         padding = f"{row['padding_expected']:.1%}" if in_blocks else "-"
         table.append([row["phase"], str(row["tokens"]), row["path"], blocks, padding])
     print(format_table(table))
-    print("\nneuron-moe explain --tokens T --phase prefill|decode tells what the kernels (nki) do")
+    print("\nneuron-moe explain --tokens T --phase prefill|decode says what the kernels (nki) do")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import nki_sim
 from nki_sim import AccumulateError, LanguageError, SimOptions, UninitializedRead, isa
 from nki_sim.language import api as nl
 from nki_sim.machine import VirtualRegister
-from nki_sim.machine.trips import changing_names
+from nki_sim.machine.iterations import changing_names
 
 pytestmark = pytest.mark.usefixtures("nki_0_6")
 
@@ -425,7 +425,7 @@ def test_python_state_that_changes_between_trips_is_named(
         loop(tiles)
         return saved(*tiles)
 
-    with pytest.raises(LanguageError, match=f"`{name}`.*the same instructions on every trip") as e:
+    with pytest.raises(LanguageError, match=f"`{name}`.*the same instructions on every") as e:
         nki_sim.run(kernel)
     assert "test_loops.py" in str(e.value)
 
@@ -478,13 +478,13 @@ def test_a_condition_that_no_trip_changes_is_refused(value: int) -> None:
         while register:
             begin()
 
-    with pytest.raises(LanguageError, match=rf"found {value} for 10001 trips"):
+    with pytest.raises(LanguageError, match=rf"found {value} for 10001 iterations"):
         nki_sim.run(kernel)
     assert trips == [10_002]
 
 
 def test_a_condition_that_trips_change_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nki_sim.machine.program._STUCK_TRIPS", 3)
+    monkeypatch.setattr("nki_sim.machine.program._STUCK_ITERATIONS", 3)
 
     def kernel() -> Any:
         left, trips = counter(12), counter()

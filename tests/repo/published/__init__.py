@@ -14,7 +14,7 @@ from tests.repo.published import kernels, overview
 from tests.repo.published.results import RESULTS
 from tests.repo.source import ROOT
 
-PAGES = (ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("*.md")), RESULTS / "README.md")
 _MARKED = re.compile(r"<!-- ([\w-]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
 

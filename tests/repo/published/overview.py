@@ -1,4 +1,4 @@
-"""Tables of README and docs/benchmarks.md."""
+"""Tables of README and docs/benchmarks.md, and of docs/results/README.md by model."""
 
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
@@ -10,6 +10,7 @@ LAYOUTS = {"plain": "as in the checkpoint", "packed": "packed at load time"}
 PREFILL_SIZES = (128, 1024, 8192)
 BATCHES = (1, 16, 128)
 SIMULATED = "simulated, Trn2"
+PLAIN = {"routing": "uniform", "format": "bf16", "layout": "plain"}
 
 
 def tables() -> dict[str, str]:
@@ -18,8 +19,8 @@ def tables() -> dict[str, str]:
     return {
         "headlines": _headlines(),
         "beside": _beside(),
-        "decode-by-model": _decode_by_model(),
-        "prefill-by-model": _prefill_by_model(),
+        "decode-by-model": _by_model("decode_trn2", "B", BATCHES, kernel="decode_block", **PLAIN),
+        "prefill-by-model": _by_model("prefill_trn2", "T", PREFILL_SIZES, **PLAIN),
         "coefficients": _coefficients(),
         "deployed": _deployed(),
         "shares": _shares(),
@@ -116,36 +117,21 @@ def _mean_and_span(figures: Row) -> str:
     return f"{figures['geometric_mean_speedup']:.2f} ({span(ends)})"
 
 
-def _decode_by_model() -> str:
-    lines = []
-    for model, name in MODELS.items():
-        for B in BATCHES:
-            found = rows(
-                "decode_trn2",
-                kernel="decode_block",
-                model=model,
-                routing="uniform",
-                B=B,
-                format="bf16",
-                layout="plain",
-            )
-            lines.append((name, str(B), *_both_sides(found)))
-    return table(("model", "tokens", "ours, us", "nki-library, us", "times as fast"), lines)
+def _by_model(name: str, axis: str, sizes: Iterable[int], **where: str) -> str:
+    """Return a line a model and a column a number of tokens."""
+    lines = [
+        (title, *(_both_sides(rows(name, model=model, **where, **{axis: T})) for T in sizes))
+        for model, title in MODELS.items()
+    ]
+    return table(("model", *(f"{T:,}" for T in sizes)), lines)
 
 
-def _prefill_by_model() -> str:
-    lines = []
-    for model, name in MODELS.items():
-        for T in PREFILL_SIZES:
-            found = rows("prefill_trn2", model=model, routing="uniform", T=T, layout="plain")
-            lines.append((name, f"{T:,}", *_both_sides(found)))
-    return table(("model", "tokens", "ours, us", "nki-library, us", "times as fast"), lines)
-
-
-def _both_sides(found: Sequence[Row]) -> tuple[str, str, str]:
+def _both_sides(found: Sequence[Row]) -> str:
     """Return our time, theirs and the ratio, over both clock models."""
-    ours, theirs = ([row[side] for row in found] for side in ("ours_us", "vendor_us"))
-    return span(ours, "{:,.0f}"), span(theirs, "{:,.0f}"), span(row["speedup"] for row in found)
+    ours, theirs = (
+        span((row[side] for row in found), "{:,.0f}") for side in ("ours_us", "vendor_us")
+    )
+    return f"{ours}; {theirs} ({span(row['speedup'] for row in found)})"
 
 
 def _coefficients() -> str:

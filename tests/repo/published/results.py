@@ -42,6 +42,6 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def span(values: Iterable[float], form: str = "{:.2f}") -> str:
-    """Return the least and the largest value, once where they print alike."""
+    """Return the least and the largest value with a dash between, or one where they print alike."""
     found = list(values)
-    return " to ".join(dict.fromkeys(form.format(each) for each in (min(found), max(found))))
+    return "-".join(dict.fromkeys(form.format(each) for each in (min(found), max(found))))

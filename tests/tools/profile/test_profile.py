@@ -144,6 +144,7 @@ def test_a_kernel_goes_where_the_numbers_of_a_file_say(file: Path, tmp_path: Pat
         (["--kernel", "none.py:x"], "no such file. Give FILE.py:NAME"),
         (["--kernel", "OWN:cpy"], "no kernel 'cpy'. Did you mean copy"),
         (["--kernel", "OWN:copy", "--args", "x=128x4:float31"], "'float31' is no dtype"),
+        (["--kernel", "OWN:copy", "--args", "x=128x4"], "128x4: has no dtype. Write 128x4:float32"),
         (["--kernel", "OWN:copy", "--args", "times=1", "128x4:float32"], "stands behind a named"),
         (["--kernel", "OWN:copy", "--set", "dma_run=3"], "Close to it: dma_run_ns"),
         (["--kernel", "OWN:copy", "--set", "dma_run_ns=-3"], "must be a positive number"),

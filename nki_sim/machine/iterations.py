@@ -1,12 +1,13 @@
-"""Whether every trip of a dynamic loop issues the same instructions, as a body compiled once does.
+"""Whether every iteration of a dynamic loop issues the same instructions, as the compiler needs.
 
-The compiler sees the body of a dynamic loop once. Python state that changes from trip to trip, such
-as a flag for the first one or `slot = 1 - slot`, gives the simulator instructions that no compiled
-body has. `Body` keeps what the first trip issued; every later one is compared as it runs.
+The compiler sees the body of a dynamic loop once. Python state that changes between iterations,
+such as a flag for the first one or `slot = 1 - slot`, gives the simulator instructions that no
+compiled body has. `Body` keeps what the first iteration issued; every later one is compared as it
+runs.
 
 An operand is told by what is known at compile time: a tensor by its allocation, its walk and the
 register of its offset, a register by which one it is, never by its value. What the body itself
-creates counts from the start of the trip.
+creates counts from the start of the iteration.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Issued(NamedTuple):
 
 
 class Body:
-    """What the first trip of a loop issued, inner loops as bodies of their own.
+    """What the first iteration of a loop issued, inner loops as bodies of their own.
 
     Attributes:
         line: source line id of the loop.
-        births: tensors and registers that its core had made when the present trip began.
-        carried: the register a while_loop passes from trip to trip.
+        births: tensors and registers that its core had made when the present iteration began.
+        carried: the register a while_loop passes from iteration to iteration.
     """
 
     def __init__(self, line: int) -> None:
@@ -51,20 +52,20 @@ class Body:
         self._is_complete = False
         self._position = 0
 
-    def begin_trip(self, births: int) -> None:
-        """Note the start of a trip."""
+    def begin_iteration(self, births: int) -> None:
+        """Note the start of an iteration."""
         self.births = births
         self._position = 0
 
-    def end_trip(self) -> Issued | Body | None:
-        """Note the end of a trip; return what it should have issued but did not."""
+    def end_iteration(self) -> Issued | Body | None:
+        """Note the end of an iteration; return what it should have issued but did not."""
         if self._is_complete and self._position < len(self._items):
             return self._items[self._position]
         self._is_complete = True
         return None
 
     def inner(self, line: int) -> Body | None:
-        """Return the body of a loop that begins in this trip; None if the first trip has none."""
+        """Return the body of a loop that begins in this iteration; None if the first has none."""
         if not self._is_complete:
             found = Body(line)
             self._items.append(found)
@@ -73,7 +74,7 @@ class Body:
         return expected if isinstance(expected, Body) and expected.line == line else None
 
     def differs(self, issued: Issued) -> str:
-        """Take the next instruction of this trip; say what the first trip had instead, or ''."""
+        """Take the next instruction of this iteration; say what the first had instead, or ''."""
         if not self._is_complete:
             self._items.append(issued)
             return ""
@@ -150,12 +151,12 @@ def _tensor_signature(bodies: Sequence[Body], value: NkiTensor) -> Any:
 
 
 def _shared(alloc: Allocation) -> Any:
-    """Tell a tensor that cores share; a constant is put in memory anew by every trip."""
+    """Tell a tensor that cores share; a constant is put in memory anew by every iteration."""
     return "constant" if alloc.name.startswith("constant:") else alloc.trace_id
 
 
 def _born(bodies: Sequence[Body], birth: int) -> tuple[int, int]:
-    """Return the innermost loop in whose present trip something was made, and its number there."""
+    """Return the innermost loop whose present iteration made something, and its number there."""
     for level in range(len(bodies) - 1, -1, -1):
         if birth >= bodies[level].births:
             return level, birth - bodies[level].births

@@ -1,0 +1,89 @@
+"""dots.llm1: configuration, attention, experts and checkpoint map.
+
+Queries and keys are normalised by head before they are turned, as in Qwen3; experts are chosen as
+in DeepSeek-V3. From `max_window_layers` on, attention slides where a window is given.
+Source: transformers, `models/dots1/modular_dots1.py`; rednote-hilab/dots.llm1.inst.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import MoE
+from neuron_moe.checkpoint import WeightMap
+from neuron_moe.models.biased_routing import (
+    ATTENTION_TYPES,
+    SlidingConfig,
+    biased_routing_map,
+    build_feed_forward,
+    read_feed_forward,
+)
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
+
+OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
+GROUPS = {"n_group": 1, "topk_group": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dots1Config(SlidingConfig):
+    """Facts of one dots.llm1 checkpoint; names are those of its config.json."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Dots1Config":
+        """Read config.json as published with the model, or as transformers 5.x writes it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader.of_family(config, "dots1", *OTHER_KEYS)
+        window = reader.get_optional("sliding_window", int)
+        first = reader.get("max_window_layers", int, 62)
+        usual = (
+            ATTENTION_TYPES[window is None or layer < first]
+            for layer in range(reader.get("num_hidden_layers", int))
+        )
+        return cls.read(
+            reader,
+            rope=RopeConfig.from_hf(reader),
+            sliding_window=window,
+            layer_types=reader.get_strings("layer_types") or tuple(usual),
+            **read_feed_forward(reader, defaults=GROUPS),
+        )
+
+
+Config = Dots1Config
+
+
+class Model(DecoderModel):
+    """dots.llm1 for generation."""
+
+    config: Dots1Config
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return grouped-query attention with norms on heads."""
+        config = self.config
+        return GroupedAttention(
+            config,
+            dtype,
+            reach=config.reach(layer),
+            bias=PROJECTIONS if config.attention_bias else (),
+            norms="by head",
+        )
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE, or an MLP where the layer is dense."""
+        return build_feed_forward(self.config, layer, dtype, backend)
+
+
+def weight_map(config: Dots1Config) -> WeightMap:
+    """Map the published tensor names to ours."""
+    names = projection_names(has_bias=config.attention_bias)
+    return biased_routing_map(
+        config, [*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    )
