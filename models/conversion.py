@@ -41,8 +41,8 @@ from neuron_moe.models.conversion_targets import (
 )
 from neuron_moe.models.loader import CONFIG_FILE, parse_config, read_config
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.load import INDEX_NAME
-from neuron_moe.parallel.rank_files import merge_ranks, rank_parts, read_layout
+from neuron_moe.sharded.load import INDEX_NAME
+from neuron_moe.sharded.rank_files import merge_ranks, rank_parts, read_layout
 
 FORMATS = tuple(ENCODINGS)
 RANK_FORMATS = ("bf16", "e4m3", "e5m2")

@@ -18,8 +18,8 @@ from neuron_moe.checkpoint.transforms import identity
 from neuron_moe.checkpoint.weight_map import Rule
 from neuron_moe.errors import check_choice
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.load import INDEX_NAME, file_name, index_text, rank_metadata, scale_name
-from neuron_moe.parallel.rank_files import RankPart
+from neuron_moe.sharded.load import INDEX_NAME, file_name, index_text, rank_metadata, scale_name
+from neuron_moe.sharded.rank_files import RankPart
 
 NATIVE = "mxfp4"  # the storage form of maps whose publishers write MXFP4 themselves
 SEPARATE = "separate"  # the storage form of experts one by one

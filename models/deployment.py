@@ -21,8 +21,8 @@ from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import Spread
 from neuron_moe.models.whole_model import RankMemory, ServingLoad, rank_memory
 from neuron_moe.parallel.config import ParallelConfig, divisors
-from neuron_moe.parallel.planner.coefficients import Machine
 from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.planner.coefficients import Machine
 from neuron_moe.spec import Tuning
 from neuron_moe.tuned import TunedPlans, TunedPrefill, read_tuned
 

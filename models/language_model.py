@@ -22,10 +22,10 @@ from neuron_moe.models.routing_trace import recorded_load
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream, special_tokens
 from neuron_moe.models.whole_model import TARGETS, Serving, ServingPlan, plan_serving
-from neuron_moe.parallel.planner.coefficients import Machine
-from neuron_moe.parallel.planner.search import synthetic_routings
-from neuron_moe.parallel.planner.sizes import ModelSizes
 from neuron_moe.parallel.topology import instance
+from neuron_moe.planner.coefficients import Machine
+from neuron_moe.planner.search import synthetic_routings
+from neuron_moe.planner.sizes import ModelSizes
 
 Message = Mapping[str, str]
 

@@ -23,9 +23,9 @@ from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.other_files import what_it_is, what_lies_in
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.load import INDEX_NAME as SHARDED_INDEX
-from neuron_moe.parallel.load import load_shard, load_sharded
-from neuron_moe.parallel.rank_files import read_layout
+from neuron_moe.sharded.load import INDEX_NAME as SHARDED_INDEX
+from neuron_moe.sharded.load import load_shard, load_sharded
+from neuron_moe.sharded.rank_files import read_layout
 from neuron_moe.spec import Tuning
 from neuron_moe.weights.linear import ExpertLinear
 

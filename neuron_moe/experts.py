@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.passes import count_load
 from neuron_moe.paths import DECODE_PHASES, Decision, check_compat
-from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
+from neuron_moe.plan import Forms, LayerParts, Plan, PlannedModule, Step
 from neuron_moe.spec import ExpertSpec, InitMethods, Tuning
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, refuse_gradient
 from neuron_moe.weights.experts import Experts
@@ -45,7 +44,7 @@ OverAllTokens = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 """Applies a function of all T tokens' choices to those of the tokens of this rank."""
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(PlannedModule):
     """The routed experts of one layer, as one rank holds them.
 
     State dict: `mlp_op.gate_up_proj.weight` [E, H, 2I] (gate columns first; `mlp_op.up_proj` [E, H,
@@ -68,7 +67,7 @@ class RoutedExperts(nn.Module):
 
     mlp_op: Experts
     mlp_op_tkg: Experts
-    num_changes: int
+    _unplanned = frozenset({"expert_load_E"})
 
     def __init__(
         self,
@@ -119,14 +118,6 @@ class RoutedExperts(nn.Module):
         # No buffer: each rank counts its own, over which DDP would copy those of its first.
         self.expert_load_E: Tensor | None = None
         self._counts_training_alone = False
-        self._plans = PlanCache()
-        self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set, and count what plans may depend on; a counted load is nothing of theirs."""
-        if name != "expert_load_E":
-            self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
-        super().__setattr__(name, value)
 
     @property
     def shard(self) -> ExpertShard:
@@ -192,7 +183,11 @@ class RoutedExperts(nn.Module):
         """Move and cast as torch does; counters move along."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.expert_load_E is not None:
-            self.expert_load_E = self.expert_load_E.to(self.mlp_op.down_proj.device)
+            load_E, device = self.expert_load_E, self.mlp_op.down_proj.device
+            is_new = load_E.is_meta  # nothing was counted there
+            self.expert_load_E = (
+                torch.zeros_like(load_E, device=device) if is_new else load_E.to(device)
+            )
         return self
 
     def pack_weights(self, *, for_decode: bool = False, for_prefill: bool = False) -> None:
@@ -300,26 +295,12 @@ class RoutedExperts(nn.Module):
             forms=forms or Forms(),
         )
 
-    def plan(self, step: Step) -> Plan:
-        """Return how a step is computed by these experts on their own."""
-        if self.backend.plans_ahead and torch.compiler.is_dynamo_compiling():
-            step = step.static()
-            self._make_ready(*step)
-            return self._plans.in_graphs.find(step)
-        return self._plans.plan(step, *self._basis(step))
+    @property
+    def _plans_ahead(self) -> bool:
+        return self.backend.plans_ahead
 
-    def _basis(self, step: Step) -> Basis:
-        return (
-            self.num_changes,
-            lambda: (self,),
-            lambda forms: self.backend.plan(self.parts(step.phase, forms), step),
-        )
-
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs in a capture
-    def _make_ready(self, *sizes: Any) -> int:
-        step = Step(*sizes)
-        self._plans.ready(step, *self._basis(step))
-        return 0
+    def _make(self, step: Step, forms: Forms) -> Plan:
+        return self.backend.plan(self.parts(step.phase, forms), step)
 
     def choose_path(self, phase: str, tokens: int) -> Decision:
         """Decide how `tokens` tokens are computed; see `neuron_moe.paths`."""
@@ -443,12 +424,14 @@ class RoutedExperts(nn.Module):
         """
         self.check_mode()
         stored = self.mlp_op if plan is None else self._experts_of(plan.step.phase)
-        tie = partial(_tied, inputs=(hidden_TH, affinities_TK), experts=stored)
         if plan is None or hidden_TH.shape[0] == 0:
-            return tie(torch.zeros_like(hidden_TH))
-        routing = self._localize(index_TK, affinities_TK, plan.step.phase)
-        output_NH = plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
-        return tie(refuse_gradient(output_NH, plan.parts.weights))
+            output_NH = torch.zeros_like(hidden_TH)
+        else:
+            routing = _localized(plan.parts, index_TK, affinities_TK)
+            output_NH = plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
+            if torch.is_grad_enabled():
+                output_NH = refuse_gradient(output_NH, plan.parts.weights)
+        return _tied(output_NH, (hidden_TH, affinities_TK), stored)
 
     def check_mode(self) -> None:
         """Raise ValueError in training with a backend that has no gradient."""
@@ -475,20 +458,6 @@ class RoutedExperts(nn.Module):
                 f" {weight_dtype}. Cast the input, or the module with .to()."
             )
 
-    def _localize(self, index_TK: Tensor, affinities_TK: Tensor, phase: str) -> LocalRouting:
-        """Number the experts of this rank from 0; choices of other ranks become none."""
-        shard, scales_input = self.shards.of(phase), self.spec.scales_input
-        if shard.ep_size == 1:
-            return LocalRouting(index_TK, affinities_TK, scales_input)
-        first, count = self.first_expert(phase), self.num_physical // shard.ep_size
-        is_here = (index_TK >= first) & (index_TK < first + count)
-        return LocalRouting(
-            torch.where(is_here, index_TK - first, NO_EXPERT),
-            torch.where(is_here, affinities_TK, 0.0),
-            scales_input,
-            index_TK,
-        )
-
     def record_load(self, index_TK: Tensor) -> None:
         """Count the tokens of each expert, if counters are enabled; exported and traced graphs do
         not.
@@ -498,6 +467,21 @@ class RoutedExperts(nn.Module):
         if self._counts_training_alone and not self.training:
             return
         count_load(self.expert_load_E, index_TK)
+
+
+def _localized(parts: LayerParts, index_TK: Tensor, affinities_TK: Tensor) -> LocalRouting:
+    """Number the experts of this rank from 0; choices of other ranks become none."""
+    first, count = parts.first_expert, parts.weights.down_proj_EIH.shape[0]
+    scales_input = parts.spec.scales_input
+    if count == parts.num_experts:
+        return LocalRouting(index_TK, affinities_TK, scales_input)
+    is_here = (index_TK >= first) & (index_TK < first + count)
+    return LocalRouting(
+        torch.where(is_here, index_TK - first, NO_EXPERT),
+        torch.where(is_here, affinities_TK, 0.0),
+        scales_input,
+        index_TK,
+    )
 
 
 def _tied(output_NH: Tensor, inputs: tuple[Tensor, ...], experts: nn.Module) -> Tensor:

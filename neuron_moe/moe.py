@@ -3,6 +3,7 @@
 import itertools
 import zlib
 from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import astuple, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -14,17 +15,25 @@ from torch.utils import _pytree as pytree
 from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.choices import check_mask_values, drop_padding
 from neuron_moe.device import is_traced
+from neuron_moe.dispatch import (
+    Dispatch,
+    Entered,
+    Own,
+    Rows,
+    TokenBatch,
+    TokenShuffle,
+    build_dispatches,
+)
 from neuron_moe.errors import check_choice, check_instance
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
 from neuron_moe.parallel.collectives import Collectives
-from neuron_moe.parallel.exchange import Crossing, TokenBatch, TokenExchange
-from neuron_moe.parallel.shuffle import TokenShuffle
+from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.passes import OwedLosses
-from neuron_moe.paths import PHASES
-from neuron_moe.plan import Basis, Forms, LayerParts, Plan, PlanCache, Step, forget_plans
+from neuron_moe.paths import DECODE_PHASES, PHASES
+from neuron_moe.plan import Forms, LayerParts, Plan, PlannedModule, Step, phase_of
 from neuron_moe.router import Router, Routing
-from neuron_moe.router_losses import RouterLosses, router_losses
+from neuron_moe.router_losses import LossTokens, RouterLosses, router_losses
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import LayerOptions
 
@@ -69,18 +78,11 @@ _OUTPUT_TYPES = {
 }
 
 
-class _Routed(NamedTuple):
-    """What is known of the routing of a fused step; the fields of `Routing`."""
-
-    router_logits_TE: Tensor | None
-    expert_affinities_TK: Tensor | None
-    expert_index_TK: Tensor | None
+_Output = tuple[Tensor, Tensor | None, Tensor | None]
+"""Output, logits and choices of the tokens that this rank was given."""
 
 
-_Output = tuple[Tensor, Routing | _Routed]
-
-
-class MoE(nn.Module):
+class MoE(PlannedModule):
     """One MoE layer, as one rank holds it.
 
     Args:
@@ -122,17 +124,33 @@ class MoE(nn.Module):
         self.rmsnorm = rmsnorm
         self.options = options or LayerOptions()
         self.shuffle = shuffle
-        self.parallel = TokenExchange(
-            {phase: each.summed_over(model_group) for phase, each in expert_mlps.groups.items()},
-            expert_mlps.num_physical,
-            shared_experts,
-            reduce_dtype=self.options.reduce_dtype,
+        self.use_groups(
+            {phase: each.summed_over(model_group) for phase, each in expert_mlps.groups.items()}
         )
         self.router_losses: RouterLosses | None = None
         self.losses: dict[str, Tensor] = {}
         self.owed_losses = OwedLosses()
-        self._plans = PlanCache()
-        self.register_load_state_dict_post_hook(forget_plans)  # type: ignore[no-untyped-call]
+
+    def use_groups(self, groups: Mapping[str, ExpertGroups]) -> None:
+        """Communicate through these groups of the layer's ranks, for 'prefill' and 'decode'.
+
+        Raises:
+            ValueError: the shared experts' group does not fit them.
+        """
+        self.groups = dict(groups)
+        self._dispatches = build_dispatches(
+            self.groups,
+            self.expert_mlps.num_physical,
+            self.shared_experts,
+            self.options.reduce_dtype,
+            self.shuffle,
+        )
+
+    def dispatch(self, phase: str, is_part: bool) -> Dispatch:
+        """Return how tokens reach experts in a phase, of which they are a part or all."""
+        return self._dispatches[
+            "part" if is_part else "decode" if phase in DECODE_PHASES else "prefill"
+        ]
 
     def use_router_losses(self, weights: RouterLosses | None) -> None:
         """Compute auxiliary losses while training; None: no more.
@@ -153,11 +171,6 @@ class MoE(nn.Module):
         self.router_losses = weights if weights is None or any(astuple(weights)) else None
         self.losses.clear()
         self.owed_losses.clear()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set, and count what plans may depend on."""
-        self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
-        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -184,22 +197,18 @@ class MoE(nn.Module):
         )
         phase = "speculation" if is_speculative_decoding else phase
         batch = self._batch(hidden_states, padding_mask, phase)
-        crossing = self.parallel.enter(batch, self._settings)
-        plan = self._plan_of(crossing, padding_mask is not None)
-        is_fused = plan is not None and plan.is_fused
-        entered = hidden_states if is_fused else crossing.enter(hidden_states)
-        if self.rmsnorm is not None and (plan is None or not plan.has_norm):
-            entered = self.rmsnorm(entered)
-        if entered is not hidden_states:
-            batch = replace(batch, hidden_TH=entered.reshape(batch.hidden_TH.shape))
-        if plan is not None and is_fused:
-            output_TH, routing = self._run_fused(plan, crossing, batch)
-        else:
-            output_TH, routing = self._run(plan, crossing, batch)
+        dispatch = self.dispatch(batch.phase, batch.is_sequence_part)
+        batch = dispatch.tokens(batch, self._settings)
+        plan, num_tokens = None, sum(batch.lengths)
+        if num_tokens:
+            has_padding = padding_mask is not None
+            plan = self.plan(Step(batch.phase, num_tokens, has_padding, batch.is_sequence_part))
+        run = self._run_fused if plan is not None and plan.is_fused else self._run
+        output_TH, logits_TE, index_TK = run(plan, dispatch, batch)
         output = output_TH.view(hidden_states.shape)
         if self.options.adds_input and (plan is None or not plan.adds_input):
             output = hidden_states + output
-        return self._result(output, routing, residual)
+        return self._result(output, logits_TE, index_TK, residual)
 
     def take_frame(self, norm: nn.Module) -> None:
         """Compute the norm in front and the residual around it too, where they can be fused.
@@ -213,85 +222,94 @@ class MoE(nn.Module):
         self.options = replace(self.options, adds_input=True)
 
     def _result(
-        self, output: Tensor, routing: "Routing | _Routed", residual: Tensor | None
+        self,
+        output: Tensor,
+        logits_TE: Tensor | None,
+        index_TK: Tensor | None,
+        residual: Tensor | None,
     ) -> MoEOutput:
         """Return the tuple of what was asked for."""
         fields = {"output": output}
-        if self.options.returns_logits and routing.router_logits_TE is not None:
-            fields["router_logits"] = routing.router_logits_TE
-        if self.options.returns_index and routing.expert_index_TK is not None:
-            fields["expert_index"] = routing.expert_index_TK.to(torch.int64)
+        if self.options.returns_logits and logits_TE is not None:
+            fields["router_logits"] = logits_TE
+        if self.options.returns_index and index_TK is not None:
+            fields["expert_index"] = index_TK.to(torch.int64)
         if residual is not None:
             fields["residual"] = residual
         return cast(MoEOutput, _OUTPUT_TYPES[tuple(fields)](**fields))
 
-    def _run(self, plan: Plan | None, crossing: Crossing, batch: TokenBatch) -> _Output:
-        """Route, dispatch, experts, combine."""
-        experts, shared, order = self.expert_mlps, self.shared_experts, None
-        if self.shuffle is not None:
-            batch, order = self.shuffle.forth(batch)
-        own_TH = batch.hidden_TH[crossing.own]
+    def _run(self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch) -> _Output:
+        """Norm and route, dispatch, experts, combine."""
+        entered = dispatch.enter(batch, partial(self._choose, plan, dispatch, batch))
+        assert entered.rows is not None
+        num_rows = entered.rows.hidden_TH.shape[0]
+        if plan is not None and num_rows not in (0, plan.step.tokens):
+            plan = self.plan(plan.step._replace(rows=num_rows))
+        partial_NH = self.expert_mlps.compute(plan, *entered.rows)
+        output_TH, routing = dispatch.leave(partial_NH, entered, self.shared_experts)
+        assert routing is not None
+        return output_TH, routing.router_logits_TE, routing.expert_index_TK
+
+    def _choose(
+        self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch, own: Own
+    ) -> tuple[Rows, Routing]:
+        """Choose experts for the tokens that this rank routes; return them as experts take them."""
+        experts, own_TH, mask = self.expert_mlps, own.hidden_TH, own.padding_mask
+        if mask is not None and self.training and torch.is_grad_enabled():
+            own_TH = own_TH.where(mask.reshape(-1, 1) != 0, 0.0)  # 0 * NaN would reach weights
+        own_TH = self._normed(plan, own_TH)
         own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
         if self.router_losses is not None and self.training:
-            self._owe_losses(routing, crossing, batch)
+            self._owe_losses(routing, mask, dispatch.loss_tokens(batch))
         experts.check_hidden(own_TH)
         chosen = experts.select(
             routing.expert_affinities_TK,
             routing.expert_index_TK,
-            crossing.own_mask(batch.padding_mask),
+            mask,
             drops=plan is not None and plan.path == "capacity",
-            first_token=crossing.first_token,
-            over_all_tokens=crossing.over_all_tokens,
+            first_token=own.first_token,
+            over_all_tokens=own.over_all,
         )
-        sent = crossing.dispatch(own_TH, *chosen, batch.padding_mask)
-        num_rows = sent.rows.hidden_TH.shape[0]
-        if plan is not None and num_rows not in (0, crossing.num_tokens):
-            plan = self.plan(plan.step._replace(rows=num_rows))
-        partial_NH = experts.compute(plan, *sent.rows)
-        partial_NH = crossing.add_shared(partial_NH, own_TH, sent, shared)
-        output_TH = crossing.combine(partial_NH, sent)
-        output_TH = crossing.gather_own(crossing.add_own_shared(output_TH, own_TH, shared))
-        routing = Routing(*map(crossing.share_own, routing))
-        if self.shuffle is None or order is None:
-            return output_TH, routing
-        home = partial(self.shuffle.back, order=order)
-        return home(output_TH), Routing(*map(home, routing))
+        return Rows(own_TH, *chosen), routing
 
-    def _owe_losses(self, routing: Routing, crossing: Crossing, batch: TokenBatch) -> None:
+    def _normed(self, plan: Plan | None, hidden_TH: Tensor) -> Tensor:
+        """Return tokens as the plan takes them: it may compute the norm itself."""
+        if self.rmsnorm is None or (plan is not None and plan.has_norm):
+            return hidden_TH
+        normed_TH: Tensor = self.rmsnorm(hidden_TH.unsqueeze(0)).squeeze(0)
+        return normed_TH
+
+    def _owe_losses(self, routing: Routing, mask: Tensor | None, tokens: LossTokens) -> None:
         """Compute the auxiliary losses of own tokens, and keep them for `auxiliary_loss`."""
         assert self.router_losses is not None
-        mask = crossing.own_mask(batch.padding_mask)
         logits_TE, affinities_TK, index_TK = routing
         real_TK, _ = drop_padding(index_TK, affinities_TK, mask)
         found = router_losses(
             Routing(logits_TE, affinities_TK, real_TK),
             self.router.act_fn,
             self.router_losses,
-            crossing.loss_tokens(logits_TE.device),
+            tokens,
         )
         self.losses.clear()
         self.losses.update({name: loss.detach() for name, loss in found.items()})
-        total = crossing.share_losses(torch.stack([*found.values()]).sum())
-        self.owed_losses.add(total, affinities_TK)
+        self.owed_losses.add(tokens.share(torch.stack([*found.values()]).sum()), affinities_TK)
 
-    def _run_fused(self, plan: Plan, crossing: Crossing, batch: TokenBatch) -> _Output:
+    def _run_fused(self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch) -> _Output:
         """Compute the whole layer in one launch, and sum over ranks."""
-        experts, hidden_TH = self.expert_mlps, batch.hidden_TH
+        assert plan is not None
+        experts, mask = self.expert_mlps, batch.padding_mask
+        hidden_TH = self._normed(plan, batch.hidden_TH)
         experts.check_mode()
         experts.check_hidden(hidden_TH)
-        is_real_T = None
-        if batch.padding_mask is not None:
-            mask = crossing.own_mask(batch.padding_mask)
-            assert mask is not None
-            is_real_T = mask.reshape(-1) != 0
+        is_real_T = None if mask is None else mask != 0
         partial_TH, index_TK = plan.layer(hidden_TH, is_real_T)
         if index_TK is not None:
             counted_TK = index_TK
             if is_real_T is not None:
                 counted_TK = torch.where(is_real_T.unsqueeze(1), index_TK, NO_EXPERT)
             experts.record_load(counted_TK)
-        output_TH = crossing.combine(partial_TH.to(hidden_TH.dtype))
-        return output_TH, _Routed(None, None, index_TK)
+        output_TH, _ = dispatch.leave(partial_TH.to(hidden_TH.dtype), Entered(batch), None)
+        return output_TH, None, index_TK
 
     def _batch(
         self, hidden_states: Tensor, padding_mask: Tensor | None, phase: str | None
@@ -302,29 +320,27 @@ class MoE(nn.Module):
         if padding_mask is not None:
             padding_mask = _check_mask(padding_mask, hidden_states, axis, is_part=is_part)
         # Parts of [S, B, H] are whole runs of tokens already; shuffled tokens are of no sequence.
-        is_whole = axis == 0 or self.shuffle is not None
-        return TokenBatch(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            1 if is_whole else hidden_states.shape[0],
-            padding_mask,
-            phase,
-            is_part,
-        )
+        batch_size = 1 if axis == 0 or self.shuffle is not None else hidden_states.shape[0]
+        hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        num_tokens = hidden_TH.shape[0]
+        if phase is None:
+            phase = phase_of(num_tokens, batch_size)
+        else:
+            check_choice("phase", phase, PHASES)
+        return TokenBatch(hidden_TH, batch_size, padding_mask, phase, is_part, (num_tokens,))
 
-    def plan(self, step: Step) -> Plan:
-        """Return how a step of this layer is computed; the very object that runs it."""
-        if self.expert_mlps.backend.plans_ahead and torch.compiler.is_dynamo_compiling():
-            step = step.static()
-            self._make_ready(*step)
-            return self._plans.in_graphs.find(step)
-        return self._plans.plan(step, *self._basis(step))
+    @property
+    def _plans_ahead(self) -> bool:
+        return self.expert_mlps.backend.plans_ahead
 
-    def _basis(self, step: Step) -> Basis:
-        return (
-            (self.num_changes, self.expert_mlps.num_changes, _epsilon(self.rmsnorm)),
-            lambda: (self.router, self.expert_mlps, self.shared_experts, self.rmsnorm),
-            lambda forms: self.expert_mlps.backend.plan(self.parts(step, forms), step),
-        )
+    def _settings_of_plans(self) -> object:
+        return self.num_changes, self.expert_mlps.num_changes, _epsilon(self.rmsnorm)
+
+    def _planned_with(self) -> tuple[nn.Module | None, ...]:
+        return self.router, self.expert_mlps, self.shared_experts, self.rmsnorm
+
+    def _make(self, step: Step, forms: Forms) -> Plan:
+        return self.expert_mlps.backend.plan(self.parts(step, forms), step)
 
     def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
         """Lay weights out for a step now, not when it first runs; a captured graph needs that.
@@ -336,17 +352,6 @@ class MoE(nn.Module):
         """
         check_choice("phase", phase, PHASES)
         self._make_ready(*Step(phase, tokens, has_padding, self._is_part(phase)))
-
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs in a capture
-    def _make_ready(self, *sizes: Any) -> int:
-        step = Step(*sizes)
-        self._plans.ready(step, *self._basis(step))
-        return 0
-
-    def _plan_of(self, crossing: Crossing, has_padding: bool) -> Plan | None:
-        if not crossing.num_tokens:
-            return None
-        return self.plan(Step(crossing.phase, crossing.num_tokens, has_padding, crossing.is_part))
 
     def _is_part(self, phase: str) -> bool:
         """Say whether tokens of a phase come as this rank's part of a sequence."""
@@ -364,24 +369,21 @@ class MoE(nn.Module):
             why_apart=self._why_apart(step),
             fuses_decode=self.options.fuses_decode,
             needs_quantized=self.options.needs_quantized,
-            adds_input=self.options.adds_input and self._is_alone(step),
+            adds_input=self.options.adds_input and self._model(step).size == 1,
             remarks=self.options.remarks,
         )
 
-    def _is_alone(self, step: Step) -> bool:
-        """Say whether what this rank computes is summed with nothing of other ranks."""
-        return self.parallel.strategy(step.phase, step.is_part).groups.model.size == 1
+    def _model(self, step: Step) -> Collectives:
+        """Return the ranks over which the output of a step is summed."""
+        decodes = step.phase in DECODE_PHASES and not step.is_part
+        return self.groups["decode" if decodes else "prefill"].model
 
     def _why_apart(self, step: Step) -> str:
         """Say why router and experts of a step cannot be one launch; '' if they can."""
         experts, shared = self.expert_mlps, self.shared_experts
-        strategy = self.parallel.strategy(step.phase, step.is_part)
+        why_apart = self.dispatch(step.phase, step.is_part).why_apart
         refused = (
-            (
-                step.is_part or strategy.name != "replicate" or strategy.spread.gather.size > 1,
-                "tokens travel between ranks after routing",
-            ),
-            (self.shuffle is not None, "tokens are shuffled between ranks"),
+            (bool(why_apart), why_apart),
             (
                 shared is not None and is_traced(experts.mlp_op.down_proj.weight),
                 "shared experts would be laid out anew in every step of the traced graph",
@@ -391,7 +393,7 @@ class MoE(nn.Module):
             (self.options.returns_logits, "logits are returned, which it keeps on chip"),
             (
                 shared is not None
-                and (shared.whole_on_each_rank or shared.group.size != strategy.groups.model.size),
+                and (shared.whole_on_each_rank or shared.group.size != self._model(step).size),
                 "shared experts are not split over all ranks that are summed; give them"
                 " tensor_model_parallel_group=parallel_state.get_world_group()",
             ),
@@ -487,7 +489,8 @@ def _add_residual(
     hidden_states: Tensor, residual: Tensor | None, hidden_size: int
 ) -> tuple[Tensor, Tensor | None]:
     """Check the input; return it with the residual added, and a copy of that sum to return."""
-    check_instance("hidden_states", hidden_states, Tensor)
+    if not isinstance(hidden_states, Tensor):
+        check_instance("hidden_states", hidden_states, Tensor)
     shape = tuple(hidden_states.shape)
     if len(shape) != 3 or shape[-1] != hidden_size:
         way_out = "Add the batch axis" if shape[-1:] == (hidden_size,) else "Check what comes in"

@@ -49,6 +49,12 @@ class Step(NamedTuple):
         return self._replace(tokens=operator.index(self.tokens), rows=operator.index(self.rows))
 
 
+def phase_of(num_tokens: int, batch_size: int) -> str:
+    """Return the phase of sequences by their length."""
+    seq_len = num_tokens // batch_size if batch_size else 0
+    return "decode" if seq_len == 1 else "prefill"
+
+
 class FusedOutput(NamedTuple):
     """What a plan that computes the whole layer gives.
 
@@ -279,8 +285,66 @@ class _Seen(NamedTuple):
     place: int
 
 
-Basis = tuple[object, Callable[[], Iterable[nn.Module | None]], Callable[[Forms], Plan]]
-"""What `PlanCache.plan` takes beside the step."""
+class PlannedModule(nn.Module):
+    """A module that computes by plans, and keeps them.
+
+    Attributes:
+        num_changes: assignments so far of what plans may depend on.
+    """
+
+    num_changes: int
+    _unplanned: frozenset[str] = frozenset()  # attributes on which no plan depends
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plans = PlanCache()
+        self.register_load_state_dict_post_hook(_forget_plans)  # type: ignore[no-untyped-call]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set, and count what plans may depend on."""
+        if name not in self._unplanned:
+            self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
+        super().__setattr__(name, value)
+
+    def plan(self, step: Step) -> Plan:
+        """Return how a step is computed here; the very object that runs it."""
+        if torch.compiler.is_dynamo_compiling() and self._plans_ahead:
+            step = step.static()
+            self._make_ready(*step)
+            return self._plans.in_graphs.find(step)
+        if torch.compiler.is_compiling():
+            return self._make(step, self._plans.forms.fixed())
+        return self._find(step)
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs in a capture
+    def _make_ready(self, *sizes: Any) -> int:
+        """Make the launches of a step's plan, for graphs, too."""
+        plan = self._find(Step(*sizes))
+        plan.prepare()
+        for launch in plan.launches():
+            launch.prepare()
+        self._plans.in_graphs.keep(plan)
+        return 0
+
+    def _find(self, step: Step) -> Plan:
+        return self._plans.find(step, self._settings_of_plans(), self._planned_with, self._make)
+
+    @property
+    def _plans_ahead(self) -> bool:
+        """Whether a graph that is captured meets plans that are made."""
+        raise NotImplementedError
+
+    def _settings_of_plans(self) -> object:
+        """Return what plans depend on but weights, to be compared with what it was."""
+        return self.num_changes
+
+    def _planned_with(self) -> Iterable[nn.Module | None]:
+        """Return the modules whose weights plans depend on."""
+        return (self,)
+
+    def _make(self, step: Step, forms: Forms) -> Plan:
+        """Make the plan of a step, given where forms of the weights are kept."""
+        raise NotImplementedError
 
 
 class _Ready:
@@ -308,15 +372,12 @@ class PlanCache:
 
     Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`), after
     which `clear` must be called. While `torch.export` captures a graph, plans are made of the forms
-    there are; `torch.compile` meets plans that were made `ready`, and looks at no weight: there a
-    change is seen only after `clear`, which makes graphs be captured anew.
+    there are; `torch.compile` meets plans in `in_graphs`, and looks at no weight: there a change is
+    seen only after `clear`, which makes graphs be captured anew.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Step, Plan] = {}
-        self.in_graphs = _Ready()
-        self._forms = Forms()
-        self._seen: tuple[_Seen, ...] | None = None
+        self.clear()
         self._settings: object = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -327,15 +388,17 @@ class PlanCache:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._plans, self._forms, self._seen = {}, Forms(), None
+        self._plans: dict[Step, Plan] = {}
+        self._seen: tuple[_Seen, ...] | None = None
+        self.forms = Forms()
         self.in_graphs = _Ready()
 
-    def plan(
+    def find(
         self,
         step: Step,
         settings: object,
         modules: Callable[[], Iterable[nn.Module | None]],
-        make: Callable[[Forms], Plan],
+        make: Callable[[Step, Forms], Plan],
     ) -> Plan:
         """Return the plan of a step; `make` it if there is none, or what it depends on changed.
 
@@ -345,31 +408,6 @@ class PlanCache:
             modules: returns those whose weights the plan depends on.
             make: makes a plan, given where forms of these weights are kept.
         """
-        if torch.compiler.is_compiling():
-            return make(self._forms.fixed())
-        return self._find(step, settings, modules, make)
-
-    def ready(
-        self,
-        step: Step,
-        settings: object,
-        modules: Callable[[], Iterable[nn.Module | None]],
-        make: Callable[[Forms], Plan],
-    ) -> None:
-        """Make the launches of a step's plan, for graphs, too; arguments are those of `plan`."""
-        plan = self._find(step, settings, modules, make)
-        plan.prepare()
-        for launch in plan.launches():
-            launch.prepare()
-        self.in_graphs.keep(plan)
-
-    def _find(
-        self,
-        step: Step,
-        settings: object,
-        modules: Callable[[], Iterable[nn.Module | None]],
-        make: Callable[[Forms], Plan],
-    ) -> Plan:
         if self._seen is not None and self._settings == settings and _is_unchanged(self._seen):
             found = self._plans.get(step)
             if found is not None:
@@ -377,7 +415,7 @@ class PlanCache:
         else:
             self.clear()
             self._seen, self._settings = _look_at(modules()), settings
-        plan = make(self._forms)
+        plan = make(step, self.forms)
         if self._seen is not None:
             if len(self._plans) == _MOST_PLANS:  # steps of ever other sizes: forget the oldest
                 del self._plans[next(iter(self._plans))]
@@ -385,7 +423,7 @@ class PlanCache:
         return plan
 
 
-def forget_plans(module: Any, _keys: object) -> None:
+def _forget_plans(module: PlannedModule, _keys: object) -> None:
     """Forget the plans that a module keeps when it has loaded weights: graphs look at none."""
     module._plans.clear()
 

@@ -267,17 +267,18 @@ class Router(nn.Module):
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route [.., H] hidden states; leading axes are flattened to T."""
         logits_TE = self.get_router_logits(hidden_states)
-        forced_TK = None
-        if self.training and self.forces_balance:
-            forced_TK = take_turns(
-                logits_TE.shape[0], self.num_experts, self.top_k, logits_TE.device
-            )
         return route(
             logits_TE,
             self.spec.formula,
             self.e_score_correction_bias,
-            forced_index_TK=forced_TK,
+            forced_index_TK=self.choose(logits_TE),
         )
+
+    def choose(self, logits_TE: Tensor) -> Tensor | None:
+        """Return [T, K] int64 experts that are taken whatever the scores, or None."""
+        if not (self.training and self.forces_balance):
+            return None
+        return take_turns(logits_TE.shape[0], self.num_experts, self.top_k, logits_TE.device)
 
     def extra_repr(self) -> str:
         """Show the specification in the module's repr."""

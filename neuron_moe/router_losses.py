@@ -7,8 +7,9 @@ divided by their sum:
     sequence  E / (K T)      sum_u sum_e count_ue / S_u  sum_t p_te  within each sequence
     z         1 / T          sum_t logsumexp(logits_t)^2
 
-Both balance losses are 1 times their weight where the load is even. Counts have no gradient and are
-summed over ranks; the rest is a sum over tokens, of which a rank with other tokens has its part.
+Both balance losses are 1 times their weight where the load is even, as DeepSeek's are; K times that
+of `balance` is transformers' `load_balancing_loss_func` of one layer. Counts have no gradient and
+are summed over ranks; the rest is a sum over tokens, of which a rank with others has its part.
 
 Sources: Fedus et al. 2021, Switch Transformers; DeepSeek-AI 2024, DeepSeek-V3 (sequence-wise); Zoph
 et al. 2022, ST-MoE (z-loss).
@@ -56,6 +57,10 @@ class RouterLosses:
                 raise ValueError(f"{field.name}={value}: must be 0 or more. Use 0 to leave it out.")
 
 
+def _alone(x: Tensor) -> Tensor:
+    return x
+
+
 class LossTokens(NamedTuple):
     """Which tokens a rank has, for losses over all of them.
 
@@ -64,12 +69,14 @@ class LossTokens(NamedTuple):
         num_sequences: U that this rank has tokens of.
         over_all: sums over ranks with other tokens.
         over_sequences: sums over ranks with other tokens of the same sequences.
+        share: returns a loss of which each rank with the same tokens has a share of the gradient.
     """
 
     sequence_T: Tensor
     num_sequences: int
-    over_all: OverRanks
-    over_sequences: OverRanks
+    over_all: OverRanks = _alone
+    over_sequences: OverRanks = _alone
+    share: OverRanks = _alone
 
 
 def router_losses(

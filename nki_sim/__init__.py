@@ -23,7 +23,9 @@ from nki_sim.errors import (
 )
 from nki_sim.launch import Kernel, Run, TensorSpec, jit, run, run_ranks, simulate
 from nki_sim.options import SimOptions
-from nki_sim.provide import provide
+from nki_sim.provide import provide, stands_in
+
+__version__ = "0.7.0"  # the NKI that it speaks
 
 __all__ = [
     "AccumulateError",
@@ -48,4 +50,5 @@ __all__ = [
     "run",
     "run_ranks",
     "simulate",
+    "stands_in",
 ]

@@ -1,5 +1,5 @@
-"""The simulator without the rest of the project: ``python -m nki_sim run | lint | profile |
-vendor-tests``.
+"""The simulator without the rest of the project: ``nki-sim run | lint | profile | vendor-tests``,
+or ``python -m nki_sim`` with the same words.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _vendor_tests(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nki_sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="nki-sim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("run", "Run a kernel with every check; print what it returns and what was found."),
@@ -100,7 +100,8 @@ def _run(args: argparse.Namespace) -> int:
         shown = np.array2string(value, threshold=16, precision=5)
         sys.stdout.write(f"{name} {list(value.shape)} {value.dtype}\n{shown}\n")
     for finding in run.findings:
-        place = f"{finding.location}: " if finding.location else ""
+        told = not finding.location or finding.text.startswith(finding.location)
+        place = "" if told else f"{finding.location}: "
         sys.stdout.write(f"{place}finding {finding.kind}: {finding.text}\n")
     if args.save is not None:
         np.savez(args.save, allow_pickle=False, **outputs)

@@ -37,7 +37,7 @@ from nki_sim.isa.exchange import (
     reduction,
 )
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine import Core, NkiTensor, VirtualRegister, current
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister, current
 
 _MAX_CHANNELS: Final = 4
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -252,6 +252,21 @@ def all_to_all(
 
 # Variable counts.
 
+_Exchange = Callable[[str | None], NkiInstruction]
+
+
+def _exchange_of(
+    core: Core,
+    kind: str,
+    ranks: list[int],
+    src: NkiTensor,
+    dst: NkiTensor,
+    metadata: NkiTensor,
+    chunks: Chunks,
+) -> _Exchange:
+    """Return the exchange as a function of the instruction's name."""
+    return functools.partial(exchange_chunks, core, kind, ranks, src, dst, metadata, chunks)
+
 
 def _check_metadata(metadata: Any, rows: int, ranks: int) -> NkiTensor:
     if type(metadata) is not NkiTensor:
@@ -276,12 +291,26 @@ def all_to_all_v(
     has_rdispls: bool = False,
     priority: int | None = None,
     name: str | None = None,
-) -> None:
+) -> NkiInstruction:
     """Send a chunk of its own size to every rank.
 
     Rows of the metadata: send counts, send offsets, receive counts (written unless they are known),
     and with `has_rdispls` receive offsets; without them chunk r goes to slot r of equal slots.
     """
+    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
+    return _plan_all_to_all(core, *given)(name)
+
+
+def _plan_all_to_all(
+    core: Core,
+    srcs: list[NkiTensor],
+    dsts: list[NkiTensor],
+    replica_group: ReplicaGroup,
+    metadata_tensor: NkiTensor,
+    recv_counts_known: bool,
+    has_rdispls: bool,
+    priority: int | None,
+) -> _Exchange:
     ranks = _ranks_of(core, replica_group, priority)
     ((src, dst),) = check_tensors(srcs, dsts, hbm_only=True, one=True)
     metadata = _check_metadata(metadata_tensor, 4 if has_rdispls else 3, len(ranks))
@@ -290,7 +319,7 @@ def all_to_all_v(
         return int(table[0, receiver]), int(table[1, receiver])
 
     chunks = Chunks(chunk_of, has_rdispls, not recv_counts_known)
-    exchange_chunks(core, "all_to_all_v", ranks, src, dst, metadata, chunks, name)
+    return _exchange_of(core, "all_to_all_v", ranks, src, dst, metadata, chunks)
 
 
 @_collective
@@ -304,8 +333,22 @@ def all_gather_v(
     has_rdispls: bool = False,
     priority: int | None = None,
     name: str | None = None,
-) -> None:
+) -> NkiInstruction:
     """Send one chunk (its count and offset in column 0 of the metadata) to every rank."""
+    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
+    return _plan_all_gather(core, *given)(name)
+
+
+def _plan_all_gather(
+    core: Core,
+    srcs: list[NkiTensor],
+    dsts: list[NkiTensor],
+    replica_group: ReplicaGroup,
+    metadata_tensor: NkiTensor,
+    recv_counts_known: bool,
+    has_rdispls: bool,
+    priority: int | None,
+) -> _Exchange:
     ranks = _ranks_of(core, replica_group, priority)
     if has_rdispls:
         raise IllegalOperand("has_rdispls", "False", "True")
@@ -320,7 +363,94 @@ def all_gather_v(
         return int(table[0, 0]), int(table[1, 0])
 
     chunks = Chunks(chunk_of, False, not recv_counts_known)
-    exchange_chunks(core, "all_gather_v", ranks, src, dst, metadata, chunks, name)
+    return _exchange_of(core, "all_gather_v", ranks, src, dst, metadata, chunks)
+
+
+# In two halves.
+
+
+class _Prepared(NkiInstruction):
+    """What a prepare returns: the exchange that a trigger runs, once."""
+
+    __slots__ = ("kind", "run")
+
+    def __init__(self, kind: str, run: _Exchange | None) -> None:
+        super().__init__(None)
+        self.kind = kind
+        self.run = run
+
+
+def _prepare(core: Core, kind: str, metadata: NkiTensor, run: _Exchange) -> NkiInstruction:
+    if core.prepared is not None:
+        raise IllegalOperand("prepare", f"{kind}_trigger of the one before", "a second prepare")
+    table = metadata.array().copy()
+
+    def unchanged(name: str | None) -> NkiInstruction:
+        if not np.array_equal(metadata.array(), table):
+            raise IllegalOperand(
+                "metadata_tensor", "what it held at the prepare, which read it", "other counts"
+            )
+        return run(name)
+
+    prepared = core.prepared = _Prepared(kind, unchanged)
+    return prepared
+
+
+def _trigger(core: Core, kind: str, prepared: Any, name: str | None) -> NkiInstruction:
+    if prepared is not core.prepared or prepared is None or prepared.kind != kind:
+        raise IllegalOperand("prepare_instr", f"that of {kind}_prepare, once", repr(prepared))
+    core.prepared = None
+    return cast(NkiInstruction, prepared.run(name))
+
+
+@_collective
+def all_to_all_v_prepare(
+    core: Core,
+    srcs: list[NkiTensor],
+    dsts: list[NkiTensor],
+    replica_group: ReplicaGroup,
+    metadata_tensor: NkiTensor,
+    recv_counts_known: bool = False,
+    has_rdispls: bool = False,
+    priority: int | None = None,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Make `all_to_all_v` ready; it reads the metadata only. One trigger must follow."""
+    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
+    return _prepare(core, "all_to_all_v", metadata_tensor, _plan_all_to_all(core, *given))
+
+
+@_collective
+def all_to_all_v_trigger(
+    core: Core, prepare_instr: NkiInstruction, name: str | None = None
+) -> NkiInstruction:
+    """Run what `all_to_all_v_prepare` made ready."""
+    return _trigger(core, "all_to_all_v", prepare_instr, name)
+
+
+@_collective
+def all_gather_v_prepare(
+    core: Core,
+    srcs: list[NkiTensor],
+    dsts: list[NkiTensor],
+    replica_group: ReplicaGroup,
+    metadata_tensor: NkiTensor,
+    recv_counts_known: bool = False,
+    has_rdispls: bool = False,
+    priority: int | None = None,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Make `all_gather_v` ready; it reads the metadata only. One trigger must follow."""
+    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
+    return _prepare(core, "all_gather_v", metadata_tensor, _plan_all_gather(core, *given))
+
+
+@_collective
+def all_gather_v_trigger(
+    core: Core, prepare_instr: NkiInstruction, name: str | None = None
+) -> NkiInstruction:
+    """Run what `all_gather_v_prepare` made ready."""
+    return _trigger(core, "all_gather_v", prepare_instr, name)
 
 
 # Permutations.
@@ -471,9 +601,13 @@ __all__ = [
     "ReplicaGroup",
     "all_gather",
     "all_gather_v",
+    "all_gather_v_prepare",
+    "all_gather_v_trigger",
     "all_reduce",
     "all_to_all",
     "all_to_all_v",
+    "all_to_all_v_prepare",
+    "all_to_all_v_trigger",
     "collective_permute",
     "collective_permute_implicit",
     "collective_permute_implicit_current_processing_rank_id",

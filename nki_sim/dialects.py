@@ -44,6 +44,13 @@ OLD_NAMES: Final[dict[str, dict[str, Old]]] = {
         "spmd_dim": _beta("kernel[2] for two cores, loops for other axes"),
         "static_cast": _beta("nisa.tensor_copy into a tile of the type"),
     },
+    "compiler": {
+        "enable_stack_allocator": _beta("nothing; address= of nl.ndarray places a tensor"),
+        "force_auto_alloc": _beta("nothing; address= of nl.ndarray places a tensor"),
+        "psum": _beta("buffer=nl.psum, and address= of nl.ndarray to place a tensor"),
+        "sbuf": _beta("buffer=nl.sbuf, and address= of nl.ndarray to place a tensor"),
+        "skip_middle_end_transformations": _beta("nothing"),
+    },
     "nisa": {
         "tensor_copy_dynamic_dst": Old("NKI 0.3 (April 2026)", "0.4", ".ap(scalar_offset=)"),
         "tensor_copy_dynamic_src": Old("NKI 0.3 (April 2026)", "0.4", ".ap(scalar_offset=)"),
@@ -94,6 +101,12 @@ class OldName:
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Raise OldDialectError."""
+        refuse_old(self._name, self._old)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise OldDialectError for what the allocators of the compiler were asked for."""
+        if name not in ("alloc", "auto_alloc", "mod_alloc"):
+            raise AttributeError(name)
         refuse_old(self._name, self._old)
 
     def __repr__(self) -> str:

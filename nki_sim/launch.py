@@ -350,7 +350,7 @@ def _launch(
             with on_core(core):
                 bound = _bind(core, kernel.function, args, kwargs)
                 result = kernel.function(*bound.args, **bound.kwargs)
-                core.check_loops_ended()
+                core.check_all_ended()
                 return result
         except NkiValidationError as error:
             _locate(error)

@@ -30,13 +30,21 @@ def provide(force: bool = False) -> bool:
     Returns:
         Whether the simulator answers.
     """
-    present = sys.modules.get("nki")
-    if present is not None and getattr(present, _MARK, False):
+    if _answers():
         return True
     if not force and _vendor_present():
         return False
     sys.modules.update(_modules())
     return True
+
+
+def stands_in() -> bool:
+    """Say whether `provide` makes the simulator answer, without doing so."""
+    return _answers() or not _vendor_present()
+
+
+def _answers() -> bool:
+    return getattr(sys.modules.get("nki"), _MARK, False)
 
 
 def _vendor_present() -> bool:
@@ -90,7 +98,7 @@ def _modules() -> dict[str, types.ModuleType]:
     dtype_names = {str(d): d for d in dtypes.ALL} | {"DType": dtypes.DType, "bool_": dtypes.bool_}
     annotations = {"tensor": any_type, "mutable_tensor": any_type}
     compiler: tuple[type, ...] = (AddressRotation, CompileConfig, SpecializationConfig)
-    configs = {each.__name__: each for each in compiler}
+    configs = {each.__name__: each for each in compiler} | old_names("compiler")
     built = [
         _module("nki", {"jit": jit, "simulate": simulate} | old_names("nki"), "NKI, simulated."),
         _same("nki.language", language),

@@ -1,5 +1,6 @@
-"""A pytest fixture for tests of kernels: ``pytest -p nki_sim.pytest_plugin``, or in a conftest.py
-``pytest_plugins = ["nki_sim.pytest_plugin"]``.
+"""A pytest fixture for tests of kernels. pytest finds it by itself where nki-sim is installed;
+elsewhere ``pytest -p nki_sim.pytest_plugin``, or ``pytest_plugins = ["nki_sim.pytest_plugin"]`` in
+a conftest.py.
 
 While pytest loads it, `import nki` finds the simulator, so that files with kernels can be imported.
 """

@@ -532,7 +532,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m nki_sim vendor-tests",
+        prog="nki-sim vendor-tests",
         description=__doc__,
         epilog="Other words go to pytest, e.g. -n 4 (pytest-xdist) or --platform-target trn3.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

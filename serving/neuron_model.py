@@ -10,13 +10,12 @@ Letters: T tokens of the step with padding, H hidden, V vocabulary, n sampled po
 import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.models.decoder import DecoderModel
-from neuron_moe.models.loader import build_model, parse_config, read_config
+from neuron_moe.models.loader import parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.serving.neuron_attention import attend_pages, view_of
@@ -83,7 +82,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             )
         super().__init__()
         self.folder, self.options = folder, options
-        self.model = cast(DecoderModel, build_model(folder, dtype=dtype, backend=options.backend))
+        self.model = options.build(folder, dtype)
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._names = [f"layers.{layer}.self_attn" for layer in range(len(self.model.layers))]
         for layer, attention in enumerate(self.model.attentions):

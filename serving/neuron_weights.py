@@ -25,7 +25,7 @@ from neuron_moe.checkpoint import (
 )
 from neuron_moe.checkpoint.lazy import hull, take, within
 from neuron_moe.models.dense_parts import Part
-from neuron_moe.parallel.sharding import sharding_of
+from neuron_moe.sharded.sharding import sharding_of
 
 Transform = Callable[[Sequence[Any], int], Tensor]
 

@@ -4,12 +4,18 @@ vLLM hands `additional_config` to models unread; ours is the part under OPTIONS_
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
 
 from neuron_moe.errors import check_choice, check_positive_int, closest
 from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.models.loader import build_model
 from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.tuned import TunedPlans, read_tuned
 from neuron_moe.weights.experts import Experts
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 from nki_kernels.common.formula import ExpertFormula
@@ -38,6 +44,8 @@ class ServingOptions:
         graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
             captured at the start, in which load is not counted; None for no graphs.
         graph_compiler: backend of torch.compile for both.
+        block_size: slots of a block of experts in prefill; None leaves it to the backend.
+        tuned: a file of `neuron-moe tune`, whose plans are taken for steps of their sizes.
     """
 
     expert_parallel_size: int | None = None
@@ -47,12 +55,15 @@ class ServingOptions:
     joins: bool = False
     graph_tokens: int | None = None
     graph_compiler: str = "inductor"
+    block_size: int | None = None
+    tuned: str | None = None
 
     def __post_init__(self) -> None:
         if self.expert_parallel_size is not None:
             check_positive_int("expert_parallel_size", self.expert_parallel_size)
-        if self.graph_tokens is not None:
-            check_positive_int("graph_tokens", self.graph_tokens)
+        for name in ("graph_tokens", "block_size"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
         check_choice("backend", self.backend, BACKENDS)
         if self.joins and self.backend != BACKENDS[0]:
             raise ValueError(
@@ -79,6 +90,20 @@ class ServingOptions:
                     f" {closest(name, known)}"
                 )
         return cls(**given)
+
+    def build(self, folder: Path, dtype: torch.dtype) -> DecoderModel:
+        """Return the model of a checkpoint, without weights.
+
+        Raises:
+            ValueError: the file of tuned plans is not as it must be.
+        """
+        model = cast(DecoderModel, build_model(folder, dtype=dtype, backend=self.backend))
+        if self.block_size is not None or self.tuned is not None:
+            plans = TunedPlans() if self.tuned is None else read_tuned(self.tuned).plans
+            for layer in moe_layers(model):
+                experts = layer.expert_mlps
+                experts.tuning = replace(experts.tuning, block_size=self.block_size, tuned=plans)
+        return model
 
     def layout(self, num_ranks: int, *, splits_experts: bool = False) -> ParallelConfig:
         """Return how the ranks of a server split the experts.

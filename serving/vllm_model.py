@@ -5,7 +5,7 @@ Letters: T tokens of all sequences in a step, H hidden, V vocabulary, n sequence
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,8 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from neuron_moe.backends.brought_kernels import bring
-from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import settle_linears
-from neuron_moe.models.loader import build_model, fill_model, settle_experts
+from neuron_moe.models.loader import fill_model, settle_experts
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.joined import join
 from neuron_moe.serving.metrics import ServingCounters
@@ -52,9 +51,9 @@ class NeuronMoeForCausalLM(nn.Module):
             )
         self.options = ServingOptions.read(vllm_config.additional_config or {})
         _join_ranks(vllm_config, self.options)
-        dtype, backend = vllm_config.model_config.dtype, self.options.backend
+        dtype = vllm_config.model_config.dtype
         with set_default_torch_dtype(torch.float32):  # vLLM's is that of the model meanwhile
-            self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
+            self.model = self.options.build(self.folder, dtype)
         self._cores = put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
         self._config = vllm_config

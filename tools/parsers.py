@@ -135,7 +135,7 @@ class Parser(argparse.ArgumentParser):
         text = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
         self.add_argument("--args", nargs="*", default=[], metavar="A", help=text)
 
-    def add_features_option(self, told: str = "what plans may use; docs/chip_day.md") -> None:
+    def add_features_option(self, told: str = "what plans may use; docs/open_features.md") -> None:
         """Add --features, a word of `Tuning.features`."""
         self.more.add_argument("--features", choices=("open", "safe"), default="open", help=told)
 

@@ -44,7 +44,7 @@ from neuron_moe.models.conversion_targets import PublishedTarget
 from neuron_moe.models.loader import CONFIG_FILE, build_model, find_model_file, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.load import file_name, stream_shard
+from neuron_moe.sharded.load import file_name, stream_shard
 from neuron_moe.tools.console import format_bytes, format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 

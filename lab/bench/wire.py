@@ -24,10 +24,11 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lab.bench.wire_counter import count_wire, socket_bytes
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.config import divisors
-from neuron_moe.parallel.wire import FORMULAS, WireSizes, count_wire, socket_bytes
+from neuron_moe.planner.wire import FORMULAS, WireSizes
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
@@ -221,7 +222,7 @@ def _measure_one(rank: int, ranks: int, tokens: int, ep: int, way: str) -> tuple
 
 def _gather_naively(layer: MoE, own_TH: Tensor) -> None:
     """Communicate as a layer does whose router gathers logits."""
-    gather = layer.parallel.strategy("prefill", is_sequence_part=True).spread.gather
+    gather = layer.groups["prefill"].model
     rows_TH = gather.all_gather(own_TH)
     gather.all_gather(layer.router(own_TH).router_logits_TE)
     gather.reduce_scatter(rows_TH)

@@ -34,12 +34,12 @@ from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.models.text import TextCodec
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.balance import step_selection_biases
-from neuron_moe.parallel.distributed_state import distributed_state
-from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.ranks import run_on_ranks
+from neuron_moe.train.balance import step_selection_biases
+from neuron_moe.train.distributed_state import distributed_state
+from neuron_moe.train.gradients import clip_gradients, sum_shared_gradients
 
 _LENGTH = 96  # tokens of a sequence
 _CLIP_NORM = 1.0
@@ -191,7 +191,7 @@ def take_step(
     loss = functional.cross_entropy(logits.float(), batch[:, 1:].flatten())
     (loss + auxiliary_loss(model)).backward()  # type: ignore[no-untyped-call]
     sum_shared_gradients(model)
-    _clip(model)
+    clip_gradients(model, _CLIP_NORM)
     optimizer.step()
     step_selection_biases(model)
     layers = [each for each in model.modules() if isinstance(each, MoE)]
@@ -199,29 +199,6 @@ def take_step(
     for name in {name for layer in layers for name in layer.losses}:
         record[name] = sum(float(layer.losses[name]) for layer in layers) / len(layers)
     return record
-
-
-def _clip(model: nn.Module) -> None:
-    """Scale all gradients so that their norm over all ranks is at most 1."""
-    experts = {
-        id(each)
-        for layer in model.modules()
-        if isinstance(layer, MoE)
-        for each in layer.expert_mlps.parameters()
-    }
-    given = [each for each in model.parameters() if each.grad is not None]
-    squares = torch.zeros(2, device=given[0].device)
-    for each in given:
-        assert each.grad is not None
-        squares[int(id(each) in experts)] += each.grad.square().sum()
-    parts = squares[1:].clone()
-    if dist.is_initialized():
-        dist.all_reduce(parts)
-    norm = (squares[0] + parts[0]).sqrt()
-    scale = (_CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
-    for each in given:
-        assert each.grad is not None
-        each.grad.mul_(scale)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from torch.nn.utils import parametrize
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
-from neuron_moe.parallel.balance import gather_expert_load, step_selection_biases
+from neuron_moe.train.balance import gather_expert_load, step_selection_biases
 
 _YARN: dict[str, Any] = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN_CONTEXT = 4096

@@ -22,15 +22,15 @@ from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.sizes import DenseRule, Spread
 from neuron_moe.models.whole_model.layers import LayerKind, layer_kinds
-from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.collective_times import (
+from neuron_moe.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.planner.collective_times import (
     ROW_BYTES,
     Collective,
     around,
     around_experts,
     gather,
 )
-from neuron_moe.parallel.planner.layer_cost import matmul_cycles
+from neuron_moe.planner.layer_cost import matmul_cycles
 
 _MOVING = 512  # columns of an instruction of the tensor engine
 _NORM_PASSES = 3  # squares, product with the factor, product with the weight

@@ -16,7 +16,7 @@ from neuron_moe.models.sizes import (
     rank_bytes,
     state_bytes,
 )
-from neuron_moe.parallel.planner.coefficients import Machine
+from neuron_moe.planner.coefficients import Machine
 
 RESERVED = 0.1  # of a rank's memory, for compiled code, rings of collectives and the runtime
 _BF16, _FLOAT32, _INT32 = 2, 4, 4

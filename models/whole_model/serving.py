@@ -20,9 +20,9 @@ from neuron_moe.models.sizes import Spread
 from neuron_moe.models.whole_model.dense_time import StepWork, dense_times
 from neuron_moe.models.whole_model.memory import ServingLoad, rank_memory
 from neuron_moe.parallel.config import ParallelConfig, divisors
-from neuron_moe.parallel.planner.coefficients import Machine
-from neuron_moe.parallel.planner.layer_cost import RoutedTokens, layer_cost
-from neuron_moe.parallel.planner.sizes import ModelSizes
+from neuron_moe.planner.coefficients import Machine
+from neuron_moe.planner.layer_cost import RoutedTokens, layer_cost
+from neuron_moe.planner.sizes import ModelSizes
 
 TARGETS = ("throughput", "ttft", "tpot")
 AS_GOOD = 1.02  # times within this factor are told as ties

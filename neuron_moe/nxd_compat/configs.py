@@ -1,9 +1,9 @@
 """NxD's configuration objects.
 
 Constructor arguments, their order and their defaults are NxD's
-(`neuronx_distributed.modules.moe.moe_configs`), so a published configuration works unchanged. Three
-things are stricter here: a key nobody reads is refused with the nearest known name, every value is
-checked when it is set, and objects are frozen but for `RouterConfig`, which models assign to.
+(`neuronx_distributed.modules.moe.moe_configs`), so a published configuration works unchanged, and a
+program may set attributes later. Every value is checked when it is set. A key that `from_kwargs`
+does not know is ignored, as by NxD, and named by `explain()`; a constructor refuses it.
 
 NxD's own objects are taken where ours are: `of()` reads their attributes. Attributes are plain
 numbers and strings, so that NxDI writes them to JSON and reads them back.
@@ -38,7 +38,6 @@ from neuron_moe.spec import (
     open_features,
 )
 from neuron_moe.tuned import DECODE_MODES, TunedPlans, read_tuned
-from nki_kernels.common.formula import ROUTER_ACTIVATIONS
 
 HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
 
@@ -70,11 +69,40 @@ class BlockShardStrategy(StrEnum):
 _EnumT = TypeVar("_EnumT", bound=Enum)
 _ConfigT = TypeVar("_ConfigT")
 _LEAVES_BLOCK_SIZE = "_leaves_block_size"
+_CHANGES = "_changes"
+_IGNORED = "_ignored"
 _NAMES = {  # of the arguments that take a configuration
     "BlockwiseMatmulConfig": "blockwise_matmul_config",
     "RoutedExpertsMLPOpsConfig": "routed_experts_mlp_config",
     "MoEFusedTKGConfig": "tkg_config",
 }
+
+
+class _Settable:
+    """A configuration whose fields may be set after it was built, checked as by its constructor."""
+
+    def __post_init__(self) -> None:
+        vars(self)[_CHANGES] = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field."""
+        record: Any = self
+        known = [field.name for field in dataclasses.fields(record)]
+        reject_unknown(type(self).__name__, [name], known)
+        if self.num_changes is None:
+            super().__setattr__(name, value)
+            return
+        checked = dataclasses.replace(record, **{name: value})
+        vars(self).update({field: getattr(checked, field) for field in known})
+        vars(self)[_CHANGES] += 1
+        if name == "block_size":
+            vars(self)[_LEAVES_BLOCK_SIZE] = False
+
+    @property
+    def num_changes(self) -> int | None:
+        """How often a field was set; None while it is built."""
+        found: int | None = vars(self).get(_CHANGES)
+        return found
 
 
 class SkipMode(NamedTuple):
@@ -139,8 +167,8 @@ def _notes_block_size(cls: type[_ConfigT]) -> type[_ConfigT]:
 
 @names_its_keys
 @_notes_block_size
-@dataclass(frozen=True)
-class BlockwiseMatmulConfig:
+@dataclass
+class BlockwiseMatmulConfig(_Settable):
     """Tuning of the blockwise prefill path; build it with `default()` or `from_kwargs(...)`.
 
     What is left out is 512 slots in a block, or, with backend='nki', what its cost model prefers.
@@ -203,10 +231,8 @@ class BlockwiseMatmulConfig:
         strategy = _as_enum(
             BlockShardStrategy, "block_sharding_strategy", self.block_sharding_strategy
         )
-        object.__setattr__(self, "block_sharding_strategy", strategy.value)
-        object.__setattr__(
-            self, "blockwise_nki_autograd_cls", _as_class(self.blockwise_nki_autograd_cls)
-        )
+        self.block_sharding_strategy = strategy.value
+        self.blockwise_nki_autograd_cls = _as_class(self.blockwise_nki_autograd_cls)
         if isinstance(self.logical_nc_config, bool) or self.logical_nc_config not in (1, 2):
             raise ValueError(
                 f"logical_nc_config={self.logical_nc_config!r}: must be 1 or 2 (physical cores per"
@@ -222,6 +248,12 @@ class BlockwiseMatmulConfig:
                 " use_shard_on_block_dynamic_while=True:"
                 " the two cores split either the intermediate axis or the blocks. Set one of them."
             )
+        super().__post_init__()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """A sentence for each key that `from_kwargs` was given and nobody reads."""
+        return tuple(vars(self).get(_IGNORED, ()))
 
     @property
     def leaves_block_size(self) -> bool:
@@ -236,14 +268,23 @@ class BlockwiseMatmulConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "BlockwiseMatmulConfig":
-        """Build from keywords; those left out keep their default, an unknown one is refused.
+        """Build from keywords; those left out keep their default, unknown ones are `ignored`.
 
         `skip_dma`, which NxD derives and writes to JSON, is derived again.
         """
-        kwargs.pop("skip_dma", None)
+        for name in ("skip_dma", _CHANGES):
+            kwargs.pop(name, None)
         if kwargs.pop(_LEAVES_BLOCK_SIZE, False):
             kwargs.pop("block_size", None)
-        return cls(**kwargs)
+        ignored = tuple(kwargs.pop(_IGNORED, ()))
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in kwargs.keys() - set(known):
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            ignored += (f"{name}={kwargs.pop(name)!r}: unknown, ignored as by NxD{hint}",)
+        built = cls(**kwargs)
+        vars(built)[_IGNORED] = sorted(ignored)
+        return built
 
     @classmethod
     def of(cls, config: Any) -> "BlockwiseMatmulConfig":
@@ -298,10 +339,8 @@ class RouterConfig:
     dtype: torch.dtype | str = torch.float32
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set one of the two fields, checked."""
+        """Set one of the two fields; act_fn is checked by the router that is built with it."""
         reject_unknown("RouterConfig", {name: value}, ("act_fn", "dtype"))
-        if name == "act_fn":
-            check_choice(name, value, ROUTER_ACTIVATIONS)
         super().__setattr__(name, as_dtype(name, value) if name == "dtype" else value)
 
     @classmethod
@@ -320,8 +359,8 @@ class RouterConfig:
 
 
 @names_its_keys
-@dataclass(frozen=True)
-class RoutedExpertsMLPOpsConfig:
+@dataclass
+class RoutedExpertsMLPOpsConfig(_Settable):
     """The routed experts of one layer: sizes, activation, affinities, capacity.
 
     Args:
@@ -384,13 +423,9 @@ class RoutedExpertsMLPOpsConfig:
             check_finite(name, getattr(self, name))
         for kind in ("gate", "up"):
             self._check_clamp(kind)
-        if self.normalize_top_k_affinities and self.top_k == 1:
-            raise ValueError(
-                "normalize_top_k_affinities=True with top_k=1: every affinity would become 1."
-                " Set normalize_top_k_affinities=False."
-            )
         if self.capacity_factor is not None:
             check_finite("capacity_factor", self.capacity_factor)
+        super().__post_init__()
 
     def _settle_activation(self) -> None:
         glu_type = GLUType.validate(self.glu_type)
@@ -402,8 +437,7 @@ class RoutedExpertsMLPOpsConfig:
                 "glu_type='swiglu' with glu_mlp=False: SwiGLU needs gate and up projections."
                 " Set glu_mlp=True, or hidden_act='silu' for a plain MLP."
             )
-        object.__setattr__(self, "glu_type", glu_type)
-        object.__setattr__(self, "hidden_act", hidden_act)
+        self.glu_type, self.hidden_act = glu_type, hidden_act
 
     def _check_clamp(self, kind: str) -> None:
         lower = getattr(self, f"{kind}_clamp_lower_limit")

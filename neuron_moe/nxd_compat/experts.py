@@ -23,7 +23,7 @@ from neuron_moe.parallel.collectives import as_collectives, process_group_of
 from neuron_moe.parallel.config import STRATEGIES
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.paths import DECODE_PHASES
-from neuron_moe.spec import Tuning, as_dtype
+from neuron_moe.spec import ExpertSpec, Tuning, as_dtype
 from neuron_moe.weights.experts import Experts
 
 Pair = tuple[ProcessGroup | None, ProcessGroup | None]
@@ -94,6 +94,10 @@ class ExpertMLPsV2(RoutedExperts):
             raise NotImplementedError("return_bias=True: not supported, as in NxD. Leave it False.")
         config = RoutedExpertsMLPOpsConfig.of(routed_experts_mlp_config)
         tuning = BlockwiseMatmulConfig.of(blockwise_matmul_config)
+        # NxD refuses it here, and takes it where it is set later.
+        one = "normalize_top_k_affinities=True with top_k=1: every affinity would become 1. Set"
+        one += " normalize_top_k_affinities=False."
+        refuse([(config.normalize_top_k_affinities and config.top_k == 1, one)])
         found = _check_choices(backend, strategy)
         adopt_groups()
         given = _settle_groups(
@@ -107,8 +111,7 @@ class ExpertMLPsV2(RoutedExperts):
         super().__init__(
             expert_spec(config),
             replace(
-                _with_remarks(tuning_of(tuning, found.name), config, found.name, is_prefill),
-                save_percent=save_percent,
+                _with_remarks(tuning, config, found.name, is_prefill), save_percent=save_percent
             ),
             backend=found,
             compat=compat,
@@ -133,7 +136,50 @@ class ExpertMLPsV2(RoutedExperts):
         self.is_prefill = is_prefill
         self.enabled_hybrid_sharding = enabled_hybrid_sharding
         self.return_bias = return_bias
+        self._followed = config, config.num_changes, tuning, tuning.num_changes
         self._prepare_for_nxd()
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """What the experts are.
+
+        Raises:
+            ValueError: of a configuration, a size was set that the weights do not have.
+        """
+        self._follow()
+        found: ExpertSpec = self.__dict__["_spec"]
+        return found
+
+    @spec.setter
+    def spec(self, spec: ExpertSpec) -> None:
+        self.__dict__["_spec"] = spec
+
+    @property
+    def num_changes(self) -> int:
+        """How often something was set that plans depend on, here or in a configuration."""
+        self._follow()
+        found: int = self.__dict__["num_changes"]
+        return found
+
+    @num_changes.setter
+    def num_changes(self, count: int) -> None:
+        self.__dict__["num_changes"] = count
+
+    def _follow(self) -> None:
+        """Compute as the configurations say, if something of them was set since."""
+        seen = self.__dict__.get("_followed")
+        if seen is None:
+            return
+        config, given = self.routed_experts_mlp_config, self.blockwise_matmul_config
+        is_same = seen[0] is config and seen[1] == config.num_changes
+        is_tuned = seen[2] is given and seen[3] == given.num_changes
+        if not is_same:
+            self.spec = _of_the_same_weights(expert_spec(config), self.__dict__["_spec"])
+        if not is_tuned:
+            tuning = _with_remarks(given, config, self.backend.name, self.is_prefill)
+            self.tuning = replace(tuning, save_percent=self.tuning.save_percent)
+        if not (is_same and is_tuned):
+            self._followed = config, config.num_changes, given, given.num_changes
 
     @property
     def moe_tensor_model_parallel_group(self) -> ProcessGroup | None:
@@ -273,6 +319,23 @@ def _check_choices(backend: str | Backend, strategy: str | None) -> Backend:
     return get_backend(backend)
 
 
+def _of_the_same_weights(new: ExpertSpec, old: ExpertSpec) -> ExpertSpec:
+    """Return `new`; raise ValueError where its weights are of other shapes than those of `old`."""
+    names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+    pairs = [(name, getattr(new, name), getattr(old, name)) for name in names]
+    pairs += [("glu_mlp", new.formula.has_gate, old.formula.has_gate)]
+    pairs += [("bias", new.formula.has_down_bias, old.formula.has_down_bias)]
+    refuse(
+        (
+            now != then,
+            f"{name}={now}: the experts were built with {then}, which their weights have. Build"
+            " them anew.",
+        )
+        for name, now, then in pairs
+    )
+    return new
+
+
 def _refuse_untraceable(mlps: RoutedExperts) -> None:
     """Raise ValueError for what one graph for all ranks cannot do."""
     strategies = {groups.strategy for groups in mlps.groups.values()}
@@ -333,10 +396,11 @@ def _settle_groups(*, main: Pair, cte: Pair, tkg: Pair, is_hybrid: bool) -> dict
 
 
 def _with_remarks(
-    tuning: Tuning, config: RoutedExpertsMLPOpsConfig, backend: str, is_prefill: bool
+    given: BlockwiseMatmulConfig, config: RoutedExpertsMLPOpsConfig, backend: str, is_prefill: bool
 ) -> Tuning:
     """Return the tuning with sentences about keys that change nothing."""
-    remarks = [*tuning.remarks, *expert_remarks(config)]
+    tuning = tuning_of(given, backend)
+    remarks = [*tuning.remarks, *given.ignored, *expert_remarks(config)]
     if not config.use_index_calc_kernel:
         how = "a kernel in any case" if backend == "nki" else "torch operations"
         remarks.append(f"use_index_calc_kernel=False: blocks are indexed by {how}")

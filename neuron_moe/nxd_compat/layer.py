@@ -1,5 +1,6 @@
 """NxD's MoE layer."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from neuron_moe import moe
+from neuron_moe.dispatch.shuffle import build_shuffle
 from neuron_moe.errors import WeightError, check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.nxd_compat import loading
@@ -16,7 +18,6 @@ from neuron_moe.nxd_compat.nxd import adopt_groups
 from neuron_moe.nxd_compat.tuning import refuse, refuse_tkg_switches, tkg_remarks
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, as_collectives
-from neuron_moe.parallel.shuffle import build_shuffle
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import LayerOptions
@@ -95,22 +96,12 @@ class MoE(moe.MoE):
             fuses_decode=None if tkg_config is None else tkg_config.moe_fused_kernel_enabled,
             needs_quantized=tkg_config is not None and tkg_config.quantized,
             remarks=_remarks(router, shared_experts, tkg_config, backend)
-            + _TOLD_OF_TKG_MODULE[init_tkg_module],
+            + _TOLD_OF_TKG_MODULE[init_tkg_module]
+            + _told_of_seed(token_shuffle_seed, token_shuffle_group_size),
         )
         _refuse_keys(options, router, expert_mlps)
-        refuse(
-            [
-                (
-                    init_tkg_module and tkg_config is None,
-                    "init_tkg_module=True: needs a tkg_config. Pass one, or leave it False.",
-                ),
-                (
-                    token_shuffle_seed is not None and token_shuffle_group_size == 1,
-                    f"token_shuffle_seed={token_shuffle_seed}: nothing is shuffled with"
-                    " token_shuffle_group_size=1. Leave it None.",
-                ),
-            ]
-        )
+        told = "init_tkg_module=True: needs a tkg_config. Pass one, or leave it False."
+        refuse([(init_tkg_module and tkg_config is None, told)])
         group = tensor_model_parallel_group
         super().__init__(
             router,
@@ -121,7 +112,7 @@ class MoE(moe.MoE):
             model_group=None if group is None else as_collectives(group, "model"),
             shuffle=build_shuffle(token_shuffle_group_size, token_shuffle_seed),
         )
-        _refuse_group(router, self.parallel.groups["prefill"].model)
+        _refuse_group(router, self.groups["prefill"].model)
         if tkg_config is not None and backend == "nki":
             normalizes = router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
             has_shared = shared_experts is not None
@@ -137,6 +128,14 @@ class MoE(moe.MoE):
         self.tkg_config = tkg_config
         self.ep_enabled = parallel_state.get_expert_model_parallel_size() > 1
         before_load(self, _before_load)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set; those arguments of the constructor that say what comes in and out may change."""
+        super().__setattr__(name, value)
+        if name in _OPTIONS:
+            is_default = name == "sequence_dimension" and value is None
+            change: dict[str, Any] = {_OPTIONS[name]: 1 if is_default else value}
+            self.options = replace(self.options, **change)
 
     @property
     def tensor_parallel_group(self) -> ProcessGroup | None:
@@ -157,10 +156,22 @@ class MoE(moe.MoE):
                 part.presharded = undo
 
 
+_OPTIONS = {
+    "sequence_parallel_enabled": "is_sequence_parallel",
+    "sequence_dimension": "sequence_dimension",
+    "return_router_logits": "returns_logits",
+    "return_expert_index": "returns_index",
+}
 _TOLD_OF_TKG_MODULE = {
     False: (),
     True: ("init_tkg_module=True: fused decode is one plan of this layer",),
 }
+
+
+def _told_of_seed(seed: int | None, ranks: int) -> tuple[str, ...]:
+    if seed is None or ranks > 1:
+        return ()
+    return (f"token_shuffle_seed={seed}: nothing is shuffled with token_shuffle_group_size=1",)
 
 
 def _remarks(

@@ -5,8 +5,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from neuron_moe.errors import names_its_keys
-from neuron_moe.router import Router, Routing
+from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
+
+_TINY = 1e-8
 
 
 class NxdRouter(Router):
@@ -112,7 +114,8 @@ class RouterTopK(NxdRouter):
 
 @names_its_keys
 class RouterSinkhorn(NxdRouter):
-    """Top-1 routing with NxD's arguments; inference only, where NxD's is an argmax too.
+    """Top-1 routing with NxD's arguments: while training, choices are balanced by Sinkhorn's
+    iterations; else the largest logit is chosen.
 
     Args:
         num_experts: E.
@@ -123,9 +126,11 @@ class RouterSinkhorn(NxdRouter):
         sequence_dimension: as of `RouterTopK`.
         dtype: dtype of the weights, or its name; arithmetic is float32.
         device: where the weights live.
-        sinkhorn_iterations: of NxD's balancing while training; no effect.
-        sinkhorn_tol: of NxD's balancing while training; no effect.
+        sinkhorn_iterations: of the balancing; None: 30.
+        sinkhorn_tol: no effect, as in NxD.
     """
+
+    DEFAULT_SINKHORN_ITERS = 30
 
     def __init__(
         self,
@@ -147,27 +152,42 @@ class RouterSinkhorn(NxdRouter):
         super().__init__(spec, dtype=dtype, device=device)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
-        self.remarks = tuple(
-            f"{name}={value}: tokens are balanced in training only"
-            for name, value in (
-                ("sinkhorn_iterations", sinkhorn_iterations),
-                ("sinkhorn_tol", sinkhorn_tol),
-            )
-            if value is not None
-        )
+        given = sinkhorn_iterations
+        self.sinkhorn_iterations = self.DEFAULT_SINKHORN_ITERS if given is None else given
+        self.sinkhorn_tol = sinkhorn_tol
+        if sinkhorn_tol is not None:
+            self.remarks = (f"sinkhorn_tol={sinkhorn_tol}: the iterations are of a fixed number",)
 
-    def forward(self, hidden_states: Tensor) -> Routing:
-        """Route [.., H] hidden states.
+    def get_router_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return [T, E] float32 logits, rounded to the router's dtype as NxD's are.
 
-        Raises:
-            NotImplementedError: while training.
+        One expert a token takes the whole weight: NxD's choices are kept, ties of rounding too.
         """
-        if self.training:
-            raise NotImplementedError(
-                "RouterSinkhorn: balances no tokens while training. Call eval(), or train with"
-                " RouterTopK."
-            )
-        return super().forward(hidden_states)
+        return super().get_router_logits(hidden_states).to(self.dtype).float()
+
+    def choose(self, logits_TE: Tensor) -> Tensor | None:
+        """Return the balanced choices [T, 1] while training."""
+        if not self.training:
+            return super().choose(logits_TE)
+        with torch.no_grad():
+            shares_TE = self._sinkhorn(logits_TE.float(), self.sinkhorn_iterations)
+            return shares_TE.argmax(-1, keepdim=True)
+
+    @staticmethod
+    def _sinkhorn(cost: Tensor, num_iters: int, tol: float | None = None) -> Tensor:
+        """Return [T, E] shares: exp(cost) with rows and columns scaled in turn, so that each token
+        gives 1 / T and each expert takes 1 / E of the whole; arguments as of NxD's.
+        """
+        if num_iters == 0:
+            return cost
+        shares_TE = (cost - cost.amax(-1, keepdim=True)).exp()  # a row's scale is free
+        num_tokens, num_experts = shares_TE.shape
+        of_expert_E = shares_TE.new_ones(num_experts)
+        of_token_T1 = shares_TE.new_ones(num_tokens, 1)
+        for _ in range(num_iters):
+            of_token_T1 = 1 / num_tokens / ((shares_TE * of_expert_E).sum(1, keepdim=True) + _TINY)
+            of_expert_E = 1 / num_experts / ((shares_TE * of_token_T1).sum(0) + _TINY)
+        return shares_TE * of_token_T1 * of_expert_E
 
 
 @names_its_keys

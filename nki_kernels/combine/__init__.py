@@ -1,5 +1,6 @@
 """Combine: each token's weighted sum over the slots of its experts."""
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from nki_kernels.combine.config import CombineDims, check_combine, check_combined_ranks
 from nki_kernels.combine.cost import cost_combine
 from nki_kernels.combine.kernel import combine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nki.language import NKIObject
+from nki_kernels.objects import NKIObject
 
 ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "sigmoid", "tanh")

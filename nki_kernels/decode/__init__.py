@@ -11,6 +11,7 @@ at load time.
     output = decode_moe[2](hidden, gate_up, down, index, affinities, first_expert, config)
 """
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
 from nki_kernels.decode.config import (
     MAX_TOKENS,

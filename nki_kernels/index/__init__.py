@@ -1,5 +1,6 @@
 """Index: the slot of each (token, choice) pair in its expert's blocks, and the lists of visits."""
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from nki_kernels.index.check import check_index_blocks
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.cost import cost_index_blocks

@@ -1,5 +1,6 @@
 """Layer: a whole MoE layer's prefill in one launch, from the norm to the weighted sum."""
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from nki_kernels.layer.config import (
     GivenChoices,
     PrefillLayerConfig,

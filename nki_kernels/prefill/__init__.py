@@ -6,6 +6,7 @@
 `index_blocks` places the slots and lists the visits; `combine` adds up the slots of a token.
 """
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from nki_kernels.prefill.candidates import (
     Candidate,
     Expected,

@@ -5,6 +5,7 @@ check_router_topk(config, num_tokens)
 affinities, index, ... = router_topk(hidden, weight, bias, selection_bias, norm_weight, config)
 """
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from nki_kernels.common.router_reference import rms_norm, route
 from nki_kernels.route.check import check_router_topk
 from nki_kernels.route.config import RouterConfig

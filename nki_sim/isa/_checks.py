@@ -37,13 +37,14 @@ def check_partitions(operand: str, value: NkiTensor) -> None:
 
     DMA is free of this rule (architecture guides, "partition access").
     """
-    geometry = value.geometry
-    limit = _START_LIMIT.get(geometry.start_partition)
+    geometry, address = value.geometry, value._alloc.address
+    start = geometry.start_partition + (address[0] if address is not None else 0)
+    limit = _START_LIMIT.get(start)
     if limit is None or geometry.partitions > limit:
         raise IllegalOperand(
             operand,
             "a start partition of 0, or 64 with at most 64 partitions, or 32 or 96 with at most 32",
-            f"{geometry.partitions} partitions from {geometry.start_partition}",
+            f"{geometry.partitions} partitions from {start}",
         )
 
 
@@ -52,8 +53,8 @@ def check_on_chip(*operands: tuple[str, NkiTensor], free_dims: int = _MAX_FREE_D
     for name, value in operands:
         if type(value) is not NkiTensor:
             raise IllegalOperand(name, "a tensor", repr(value))
-        geometry = value.geometry
-        if geometry.engines_reach and free_dims == _MAX_FREE_DIMS:
+        geometry, address = value.geometry, value._alloc.address
+        if geometry.engines_reach and free_dims == _MAX_FREE_DIMS and not (address and address[0]):
             continue
         if value._alloc.space == tr.HBM:
             raise IllegalOperand(name, "a tensor in SBUF or PSUM", value.buffer.name)

@@ -39,17 +39,23 @@ def matrix_product(left_KM: Array, right_KN: Array) -> Array:
     most = _EXACT / len(left_KM)
     for axis in (None, 0):  # all columns at once, then one by one
         reach_M, reach_N = _reach(left_KM, axis), _reach(right_KN, axis)
-        if reach_M.max() * reach_N.max() <= most:
+        most_M, most_N = reach_M.max(), reach_N.max()
+        if most_M * most_N <= most:
             return product_MN
+    # Only these columns have sums that a BLAS may round.
+    rows, columns = (np.flatnonzero(r > most) for r in (reach_M * most_N, reach_N * most_M))
+    if rows.size * columns.size < product_MN.size:
+        wide_KM, wide_KN = wide_KM[:, rows], wide_KN[:, columns]
+        sum_MN = sum_MN[rows][:, columns]
     length_M, length_N = _lengths(wide_KM), _lengths(wide_KN)
     bound_MN = np.multiply.outer(length_M * (len(wide_KM) + 2) * _ROUNDING, length_N)
     low_MN = np.subtract(sum_MN, bound_MN).astype(np.float32)
     high_MN = np.add(sum_MN, bound_MN, out=bound_MN).astype(np.float32)
-    rows, columns = np.nonzero(low_MN < high_MN)
-    is_rounded = reach_M[rows] * reach_N[columns] > most
-    for row, column in zip(rows[is_rounded], columns[is_rounded], strict=True):
+    at_M, at_N = np.divmod(np.flatnonzero(low_MN < high_MN), columns.size)
+    is_rounded = reach_M[rows[at_M]] * reach_N[columns[at_N]] > most
+    for row, column in zip(at_M[is_rounded], at_N[is_rounded], strict=True):
         terms_K = wide_KM[:, row] * wide_KN[:, column]
-        product_MN[row, column] = math.fsum(terms_K.tolist())
+        product_MN[rows[row], columns[column]] = math.fsum(terms_K.tolist())
     if not (np.isfinite(length_M).all() and np.isfinite(length_N).all()):
         product_MN[np.isnan(product_MN)] = np.nan
     return product_MN

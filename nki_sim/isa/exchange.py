@@ -19,7 +19,7 @@ from nki_sim import trace as tr
 from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.isa._arithmetic import op_name
-from nki_sim.machine import Core, MemoryRegion, NkiTensor
+from nki_sim.machine import Core, MemoryRegion, NkiInstruction, NkiTensor
 from nki_sim.machine.memory import UNKNOWN, Origin
 from nki_sim.machine.undefined import poison
 
@@ -144,14 +144,15 @@ def _wait_with_writer(
     writes: Sequence[NkiTensor],
     reads: Sequence[NkiTensor],
     name: str | None,
-) -> None:
+) -> NkiInstruction:
     """Take part in a collective that another core of the rank writes for.
 
     The clock holds this core's own instructions to its operands, too.
     """
     ids = [tuple([t.range_id(core.trace) for t in tensors]) for tensors in (reads, writes)]
-    core.emit(meeting.kind, tr.DMA, meeting.facts, ids[0], ids[1], name)
+    index = core.emit(meeting.kind, tr.DMA, meeting.facts, ids[0], ids[1], name)
     meeting.leave()
+    return NkiInstruction(index, core.trace)
 
 
 def _note(dst: NkiTensor, known: bool, defined: Array, what: str) -> None:
@@ -188,7 +189,7 @@ def exchange_chunks(
     metadata: NkiTensor,
     chunks: Chunks,
     name: str | None,
-) -> None:
+) -> NkiInstruction:
     """Run a collective whose chunk sizes stand in a metadata tensor.
 
     Raises:
@@ -237,14 +238,16 @@ def exchange_chunks(
     written = (dst, metadata) if chunks.writes_counts else (dst,)
     reads = (src, metadata, dst)  # dst keeps what no chunk covers
     if not meeting.writes:
-        _wait_with_writer(core, meeting, written, reads, name)
-        return
+        return _wait_with_writer(core, meeting, written, reads, name)
     defined = dst._alloc.defined.elements_of(dst.geometry.walk)
-    core.issue(kind, tr.DMA, meeting.facts, written, reads, meaning if known else None, name)
+    issued = core.issue(
+        kind, tr.DMA, meeting.facts, written, reads, meaning if known else None, name
+    )
     if known:
         place([payloads[0].defined for payloads in meeting.sent], defined)
     _note(dst, known, defined, meeting.what)
     meeting.leave()
+    return issued
 
 
 # Operand checks.

@@ -40,11 +40,21 @@ from nki_sim.dtypes import (
     uint32,
     uint64,
 )
-from nki_sim.errors import LanguageError, NkiValidationError
+from nki_sim.errors import LanguageError
 from nki_sim.isa.operators import OPERATORS
 from nki_sim.language import math as language_math
+from nki_sim.language.grids import (
+    NkiBlockGrid,
+    NkiGrid,
+    NkiTileGrid,
+    alloc_blocks,
+    alloc_tiles,
+    blocks,
+    empty_like,
+    tiles,
+)
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
-from nki_sim.language.objects import NKIObject
+from nki_sim.language.objects import NKIObject, create, find_region
 from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, SequencerValue, current, running
 from nki_sim.targets import Target, find_target
 
@@ -102,26 +112,6 @@ def _target() -> Target:
 tile_size: Final = _TileSize()
 
 
-def _region(buffer: Any) -> MemoryRegion:
-    return buffer if type(buffer) is MemoryRegion else MemoryRegion(str(buffer))
-
-
-def _create(
-    shape: Sequence[int],
-    dtype: Any,
-    buffer: Any = MemoryRegion.sbuf,
-    name: str = "",
-    address: tuple[int, int] | None = None,
-) -> NkiTensor:
-    core = current()
-    kind = dtype if type(dtype) is DType else as_dtype(dtype)
-    try:
-        return core.allocate(shape, kind, _region(buffer), name, address)
-    except NkiValidationError as error:
-        core.locate(error, "ndarray")
-        raise
-
-
 class _TensorType(type):
     """Makes `nl.ndarray(...)` create tensors and `isinstance(t, nl.ndarray)` recognise them."""
 
@@ -142,7 +132,7 @@ class _TensorType(type):
             name: unique name, for schedules and messages.
             address: (partition, byte) at which to place it; None leaves that to the compiler.
         """
-        return _create(shape, dtype, buffer, name, address)
+        return create(shape, dtype, buffer, name, address)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, NkiTensor)
@@ -153,7 +143,7 @@ class ndarray(metaclass=_TensorType):
 
 
 def _filled(shape: Any, dtype: Any, buffer: Any, name: str, value: Any) -> NkiTensor:
-    tensor = _create(shape, dtype, buffer, name)
+    tensor = create(shape, dtype, buffer, name)
     isa.memset(tensor, value)
     return tensor
 
@@ -178,11 +168,6 @@ def zeros_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = 
     return _filled(x.shape, dtype or x.dtype, buffer or x.buffer, name, 0)
 
 
-def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
-    """Create a tensor without values with the shape of another."""
-    return _create(x.shape, dtype or x.dtype, buffer or x.buffer, name)
-
-
 def shared_constant(constant: Any) -> NkiTensor:
     """Put an array, or the array of an .npy file, in shared HBM."""
     core = current()
@@ -197,7 +182,7 @@ def shared_constant(constant: Any) -> NkiTensor:
 def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = None) -> NkiTensor:
     """Return an identity matrix [n, n] in SBUF, loaded from a constant in HBM."""
     kind = as_dtype(dtype)
-    target = _create((n, n), kind) if dst is None else dst
+    target = create((n, n), kind) if dst is None else dst
     source = shared_constant(np.eye(n, dtype=np.float32).astype(target.dtype.numpy))
     isa.dma_copy(target, source.view(target.dtype))
     return target
@@ -205,17 +190,17 @@ def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = N
 
 def is_hbm(buffer: Any) -> bool:
     """Whether a memory region is in HBM."""
-    return _region(buffer) in (MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
+    return find_region(buffer) in (MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
 
 
 def is_sbuf(buffer: Any) -> bool:
     """Whether a memory region is SBUF."""
-    return _region(buffer) is MemoryRegion.sbuf
+    return find_region(buffer) is MemoryRegion.sbuf
 
 
 def is_psum(buffer: Any) -> bool:
     """Whether a memory region is PSUM."""
-    return _region(buffer) is MemoryRegion.psum
+    return find_region(buffer) is MemoryRegion.psum
 
 
 def is_on_chip(buffer: Any) -> bool:
@@ -317,9 +302,15 @@ __all__ = [
     "DType",
     "MemoryRegion",
     "NKIObject",
+    "NkiBlockGrid",
+    "NkiGrid",
     "NkiTensor",
+    "NkiTileGrid",
     "affine_range",
+    "alloc_blocks",
+    "alloc_tiles",
     "bfloat16",
+    "blocks",
     "bool_",
     "device_print",
     "ds",
@@ -362,6 +353,7 @@ __all__ = [
     "static_range",
     "tfloat32",
     "tile_size",
+    "tiles",
     "uint8",
     "uint16",
     "uint32",

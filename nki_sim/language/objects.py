@@ -1,6 +1,6 @@
-"""`NKIObject`: the base class of user classes in kernels.
+"""`NKIObject`, the base class of user classes in kernels, and the making of tensors.
 
-The compiler builds such objects by its own constructor, even under `@dataclass`: fields that are
+The compiler builds objects by its own constructor, even under `@dataclass`: fields that are
 not given become None. Declaring a class therefore puts a constructor with that rule in its
 namespace, which `dataclass` then leaves alone.
 """
@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
+
+from nki_sim.dtypes import DType, as_dtype
+from nki_sim.errors import NkiValidationError
+from nki_sim.machine import MemoryRegion, NkiTensor, current
 
 
 class NKIObject:
@@ -83,3 +88,25 @@ def _construct(self: Any, *args: Any, **kwargs: Any) -> None:
     post_init = getattr(self, "__post_init__", None)
     if post_init is not None:
         post_init()
+
+
+def find_region(buffer: Any) -> MemoryRegion:
+    """Return the memory region that a kernel names."""
+    return buffer if type(buffer) is MemoryRegion else MemoryRegion(str(buffer))
+
+
+def create(
+    shape: Sequence[int],
+    dtype: Any,
+    buffer: Any = MemoryRegion.sbuf,
+    name: str = "",
+    address: tuple[int, int] | None = None,
+) -> NkiTensor:
+    """Make a tensor without values; the arguments are those of `nl.ndarray`."""
+    core = current()
+    kind = dtype if type(dtype) is DType else as_dtype(dtype)
+    try:
+        return core.allocate(shape, kind, find_region(buffer), name, address)
+    except NkiValidationError as error:
+        core.locate(error, "ndarray")
+        raise

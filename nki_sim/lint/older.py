@@ -15,6 +15,7 @@ _MODULES: Final = {
     "language": "nl",
     "nisa": "nisa",
     "isa": "nisa",
+    "compiler": "compiler",
 }
 _OLD_PACKAGE: Final = "neuronxcc"
 # `dtype` and `num_channels` are parameters of some instruction or helper of today.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from nki_sim.machine.program import Program
 from nki_sim.machine.shared_log import SharedLog
 from nki_sim.machine.system import System
 from nki_sim.machine.tensor import NkiTensor
+
+_BLOCK_BYTES: Final = 4096  # of a partition, by which tensors with an address are found
 
 
 class Allocator(Program):
@@ -40,7 +42,8 @@ class Allocator(Program):
         self.accumulators: dict[str, Any] = {}
         self.shared_count: dict[str, int] = {}
         self.shared_lines: list[int] = []
-        self._placed: list[weakref.ref[Allocation]] = []
+        # Tensors with an address, by memory and block of bytes, each with its rows and bytes.
+        self._placed: dict[tuple[int, int], list[tuple[weakref.ref[Allocation], Any]]] = {}
 
     def allocate(
         self,
@@ -183,17 +186,19 @@ class Allocator(Program):
 
     def _place(self, alloc: Allocation) -> None:
         """Find the tensors that lie on the same bytes as a newly placed one."""
-        alive = []
-        for ref in self._placed:
-            other = ref()
-            if other is None:
-                continue
-            alive.append(ref)
-            if other.space == alloc.space and meet(_place_of(alloc), _place_of(other)):
-                alloc.aliases.append(ref)
-                other.aliases.append(weakref.ref(alloc))
-        alive.append(weakref.ref(alloc))
-        self._placed = alive
+        place, mine = _place_of(alloc), weakref.ref(alloc)
+        for block in range(place[2] // _BLOCK_BYTES, -(-place[3] // _BLOCK_BYTES)):
+            alive = []
+            for entry in self._placed.get((alloc.space, block), ()):
+                other = entry[0]()
+                if other is None:
+                    continue
+                alive.append(entry)
+                if meet(place, entry[1]) and mine not in other.aliases[-1:]:
+                    alloc.aliases.append(entry[0])
+                    other.aliases.append(mine)
+            alive.append((mine, place))
+            self._placed[alloc.space, block] = alive
 
     def count_sbuf(self, alloc: Allocation) -> None:
         """Count the bytes of a tensor from its first use until Python drops it."""

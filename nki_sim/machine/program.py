@@ -151,6 +151,7 @@ class Program:
         self.grid: tuple[int, ...] = ()
         self.loop_depth = 0
         self.no_reorder = 0
+        self.prepared: Any = None  # the half of a collective that waits for its trigger
         self.births = 0
         self.flow: list[tuple[Any, ...]] = []
         self.open_loops: list[Loop] = []
@@ -260,14 +261,17 @@ class Program:
             location=self.location(),
         )
 
-    def check_loops_ended(self) -> None:
-        """Refuse a kernel that left a dynamic loop by break or return.
+    def check_all_ended(self) -> None:
+        """Refuse a kernel that left a dynamic loop by break or return, or a collective half done.
 
         Raises:
             LanguageError: it did.
         """
         for loop in self.open_loops:
             self._refuse_left(loop)
+        if self.prepared is not None:
+            kind = self.prepared.kind
+            raise LanguageError(f"{kind}_prepare", f"one {kind}_trigger after it", "none")
 
     def _refuse_left(self, loop: Loop) -> None:
         raise LanguageError(

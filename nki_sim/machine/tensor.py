@@ -192,6 +192,11 @@ class NkiTensor(Views):
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = _refuse_operator
     __lt__ = __le__ = __gt__ = __ge__ = _refuse_operator
 
+    @property
+    def data(self) -> NkiTensor:
+        """Itself, as a grid of tiles has its operand there."""
+        return self
+
     # What instructions use.
 
     @property

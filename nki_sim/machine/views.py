@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-from nki_sim.dtypes import Array, DType, as_dtype, int64
-from nki_sim.errors import LanguageError, OutOfBounds
+from nki_sim.dtypes import Array, DType, as_dtype, int32, int64, uint32
+from nki_sim.errors import IllegalOperand, LanguageError, OutOfBounds
 from nki_sim.machine.geometry import Geometry, contiguous_strides, join_axes, reshape_strides
 from nki_sim.machine.memory import Allocation
 from nki_sim.machine.registers import NkiScalar, SequencerValue
@@ -34,6 +34,7 @@ class Dynamic(NamedTuple):
 
 
 _MAX_DIMS = 5
+_INDEX_TYPES = (int32, uint32)
 
 
 class Views:
@@ -144,7 +145,13 @@ class Views:
             raise LanguageError(self.label(), f"elements to {call}", f"shape {self.shape}")
 
     def _check_offset(self, index: Any) -> None:
-        """Refuse a scalar of 64 bits as an offset on chip."""
+        """Refuse a scalar of 64 bits as an offset on chip, and a tensor that is no index."""
+        if isinstance(index, Views) and not (index.on_chip and index.dtype in _INDEX_TYPES):
+            raise IllegalOperand(
+                self.label(),
+                "an integer offset in SBUF, int32 or uint32",
+                f"{index.label()}, {index.dtype} in {index.buffer.name}",
+            )
         if self.on_chip and isinstance(index, NkiScalar) and index.dtype == int64:
             raise LanguageError(
                 self.label(), "an int32 scalar as an offset on chip", "an int64 one"
@@ -331,6 +338,7 @@ class Views:
         """Return the view whose row p is row `vector_offset[p]` of this HBM tensor."""
         if dim != 0 or self.on_chip:
             raise LanguageError(self.label(), "axis 0 of a tensor in HBM", f"axis {dim}")
+        self._check_offset(vector_offset)
         if self._dynamic is not None:
             raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
         view = self._derive((vector_offset.size, *self.shape[1:]), self.strides, self.offset)
@@ -396,7 +404,6 @@ class Views:
         if self._dynamic is not None:
             raise LanguageError(self.label(), "a static tensor", ".ap on a dynamic view")
         view = self._derive(shape, strides, start, view_dtype)
-        self._check_offset(scalar_offset)
         if scalar_offset is None and vector_offset is None:
             return view
         if scalar_offset is not None and vector_offset is not None:
@@ -420,6 +427,7 @@ class Views:
             )
         if kind == "scalar" and self.on_chip and indirect_dim == 0:
             raise LanguageError(self.label(), "indirect_dim >= 1 on chip", "0")
+        self._check_offset(index)
         view._dynamic = Dynamic(kind, index, multiplier, 0, start, self.size)
         return view
 

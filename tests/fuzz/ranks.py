@@ -26,7 +26,7 @@ from torch import Tensor
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel import CollectiveError, ParallelConfig, parallel_state
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
 from neuron_moe.tools.ranks import RankError, run_on_ranks
 
 LIMIT_S = 30.0

@@ -1,4 +1,4 @@
-"""Stands for `wrap_nki` of TorchNeuron and of vllm-neuron's runtime.
+"""Stands for `wrap_nki` and `nki_op` of TorchNeuron and of vllm-neuron's runtime.
 
 It has the form of theirs (torch_neuronx/nki_hop.py of the native back end, read in October 2026): a
 higher-order operator of this name and of these arguments, which takes the kernel's arguments in the
@@ -15,6 +15,7 @@ from torch._C import DispatchKey
 from torch._dynamo import allow_in_graph
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
@@ -112,3 +113,16 @@ def wrap_nki(kernel: Any) -> _Caller:
         name: each.default for name, each in parameters.items() if each.default is not each.empty
     }
     return _Caller(len(KERNELS) - 1, list(parameters), defaults, ())
+
+
+def nki_op(name: str, fn: Callable[..., Any], mutates_args: Any) -> Any:
+    """Return an operator whose schema is that of `fn`, which stands for it in graphs."""
+    operator = torch.library.custom_op(name, fn, mutates_args=mutates_args)
+    operator.register_fake(fn)
+
+    def taken_apart(mode: Any, _op: Any, _types: Any, args: Any, kwargs: Any) -> Any:
+        with mode:
+            return fn(*args, **(kwargs or {}))
+
+    operator.register_torch_dispatch(FunctionalTensorMode, taken_apart)
+    return operator

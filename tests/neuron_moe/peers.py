@@ -68,8 +68,9 @@ def _fill(
 ) -> MoE:
     with torch.no_grad():
         moe.router.linear_router.weight.copy_(router_weight)
-        moe.expert_mlps.mlp_op.gate_up_proj.weight.copy_(gate_up_EHI)
-        moe.expert_mlps.mlp_op.down_proj.weight.copy_(down_EIH)
+        here = [*moe.expert_mlps.local_experts()]
+        moe.expert_mlps.mlp_op.gate_up_proj.weight.copy_(gate_up_EHI[here])
+        moe.expert_mlps.mlp_op.down_proj.weight.copy_(down_EIH[here])
     return moe.eval()
 
 
@@ -109,8 +110,9 @@ def _gpt_oss() -> tuple[nn.Module, Callable[[nn.Module, torch.dtype], MoE]]:
 
         with torch.no_grad():
             router.linear_router.bias.copy_(layer.router.bias)
-            experts.mlp_op.gate_up_proj.bias.copy_(halves(theirs.gate_up_proj_bias))
-            experts.mlp_op.down_proj.bias.copy_(theirs.down_proj_bias)
+            here = [*experts.local_experts()]
+            experts.mlp_op.gate_up_proj.bias.copy_(halves(theirs.gate_up_proj_bias)[here])
+            experts.mlp_op.down_proj.bias.copy_(theirs.down_proj_bias[here])
         return _fill(moe, layer.router.weight, halves(theirs.gate_up_proj), theirs.down_proj)
 
     return GptOssMLP(config), build

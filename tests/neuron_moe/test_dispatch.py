@@ -1,7 +1,6 @@
 """Path choice: our rules, NxD's table, and what explain() tells."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +14,12 @@ from neuron_moe import (
     RouterTopK,
     choose_path,
 )
-from neuron_moe.parallel.exchange import Crossing, TokenBatch, copy_of
+from neuron_moe.dispatch import TokenBatch, TokenShuffle
+from neuron_moe.dispatch.ranks import OverRanks, TokenSpread
+from neuron_moe.dispatch.replicate import copy_of
 from neuron_moe.parallel.shard import ExpertShard
-from neuron_moe.parallel.shuffle import TokenShuffle
 from neuron_moe.paths import PATHS
-from neuron_moe.plan import PlanCache, Step
+from neuron_moe.plan import Step
 
 # phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
 CASES = [
@@ -155,12 +155,12 @@ def test_a_group_that_is_neither_is_refused() -> None:
 
 def test_what_cannot_be_shuffled_is_refused_before_any_rank_sends() -> None:
     shuffle = TokenShuffle(SimpleNamespace(size=2, rank=0), 0)
-    batch = TokenBatch(torch.zeros(4, 2), 1, None, None, is_sequence_part=True)
+    batch = TokenBatch(torch.zeros(4, 2), 1, None, "prefill", True, (4,))
     refused = {
-        "needs different tokens on each rank": replace(batch, is_sequence_part=False),
-        "must divide the 3 tokens of a rank": replace(batch, hidden_TH=torch.zeros(3, 2)),
-        r"padding_mask: shape \(8,\) .* each of the 4 tokens": replace(
-            batch, padding_mask=torch.ones(8)
+        "needs different tokens on each rank": batch._replace(is_sequence_part=False),
+        "must divide the 3 tokens of a rank": batch._replace(hidden_TH=torch.zeros(3, 2)),
+        r"padding_mask: shape \(8,\) .* each of the 4 tokens": batch._replace(
+            padding_mask=torch.ones(8)
         ),
     }
     for message, each in refused.items():
@@ -177,7 +177,7 @@ def test_a_shuffle_among_one_rank_is_undone() -> None:
     shuffle = TokenShuffle(SimpleNamespace(size=1, rank=0, all_to_all=lambda x, *_: x), 0)
     hidden_TH, mask = torch.arange(12.0).view(6, 2), torch.tensor([[1, 0, 2], [0, 0, 1]])
     for padding_mask in (None, mask):
-        batch = TokenBatch(hidden_TH, 2, padding_mask, None, is_sequence_part=True)
+        batch = TokenBatch(hidden_TH, 2, padding_mask, "prefill", True, (6,))
         shuffled, order = shuffle.forth(batch)
         assert shuffled.batch_size == 1
         assert not torch.equal(shuffled.hidden_TH, hidden_TH)
@@ -187,12 +187,11 @@ def test_a_shuffle_among_one_rank_is_undone() -> None:
 
 
 def test_sequences_that_are_gathered_whole_lie_one_after_the_other() -> None:
-    spread = SimpleNamespace(gather=SimpleNamespace(rank=1, is_traced=False), is_sequence=False)
-    strategy = SimpleNamespace(spread=spread, own_slice=lambda count: slice(0, count))
-    batch = SimpleNamespace(hidden_TH=torch.zeros(4, 2), batch_size=2, is_sequence_part=False)
-    crossing = Crossing(strategy, (4, 4), "prefill", batch)
+    one = SimpleNamespace(rank=1, is_traced=False)
+    layout = OverRanks(None, TokenSpread(one, one), None, alike=one, parted=one)
     mask = torch.tensor([1, 1, 1, 1, 0, 1, 0, 0]) > 0
-    assert crossing.own_mask(mask).tolist() == mask[4:].tolist()
+    batch = TokenBatch(torch.zeros(4, 2), 2, mask, "prefill", False, (4, 4))
+    assert layout._own_mask(batch).tolist() == mask[4:].tolist()
 
 
 @pytest.mark.parametrize("axis", ["tp", "ep"])
@@ -206,7 +205,7 @@ def test_a_step_is_prepared_without_padding_unless_it_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps: list[Step] = []
-    monkeypatch.setattr(PlanCache, "ready", lambda _cache, step, *_basis: steps.append(step))
+    monkeypatch.setattr(MoE, "_make_ready", lambda _layer, *step: steps.append(Step(*step)))
     config = RoutedExpertsMLPOpsConfig(4, 16, 8, 1, "silu", True)
     layer = MoE(RouterTopK(4, 1, 16), ExpertMLPsV2(config))
     layer.prepare("decode", 3)

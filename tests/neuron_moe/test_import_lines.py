@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,21 @@ def test_every_field_of_the_blockwise_configuration_has_a_documented_line() -> N
     told = re.findall(r"^        (\w+): \S", text, flags=re.MULTILINE)
     fields = [field.name for field in dataclasses.fields(BlockwiseMatmulConfig)]
     assert [name for name in told if name in fields] == fields
+
+
+def test_nothing_answers_to_nki_until_a_kernel_is_asked_for() -> None:
+    code = """
+import sys
+import torch
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+
+config = RoutedExpertsMLPOpsConfig(4, 16, 8, 1, "silu", True)
+MoE(RouterTopK(4, 1, 16), ExpertMLPsV2(config))(torch.ones(1, 2, 16))
+print(any(name.partition(".")[0] == "nki" for name in sys.modules))
+ExpertMLPsV2(config, backend="nki")
+print(any(name.partition(".")[0] == "nki" for name in sys.modules))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert found.stdout.split() == ["False", "True"]

@@ -10,9 +10,9 @@ from neuron_moe import ExpertMLPsV2, MoE, MoEFusedTKGConfig
 from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.sharding import shard_state_dict
 from neuron_moe.paths import choose_path
 from neuron_moe.plan import Step
+from neuron_moe.sharded.sharding import shard_state_dict
 from neuron_moe.weights import LocalRouting
 from nki_kernels.decode import DecodeConfig
 from tests.neuron_moe.nki_cases import (

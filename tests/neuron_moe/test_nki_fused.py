@@ -13,8 +13,8 @@ from neuron_moe import GroupLimitedRouter, MoE, MoEFusedTKGConfig, RouterTopK
 from neuron_moe.backends.nki.decode import MODES
 from neuron_moe.backends.nki.routed_plan import norm_of
 from neuron_moe.models.layers import RMSNorm
-from neuron_moe.parallel.balance import update_selection_bias
 from neuron_moe.plan import Forms, Step
+from neuron_moe.train.balance import update_selection_bias
 from nki_kernels.prefill import matrix_shapes
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,

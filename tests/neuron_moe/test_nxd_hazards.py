@@ -20,7 +20,7 @@ from neuron_moe import (
 from neuron_moe.nxd_compat import initialize_moe_module
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
 from neuron_moe.weights.narrow import NarrowMatrices
 from tests.neuron_moe.parallel.conftest import run_ranks  # noqa: F401  a fixture
 
@@ -267,9 +267,13 @@ def test_16_decode_has_its_own_experts_under_hybrid_sharding() -> None:
     assert experts.parts("prefill").first_expert == 0
 
 
-def test_18_misspelt_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'skip_dma_token'"):
-        BlockwiseMatmulConfig.from_kwargs(skip_dma_tokens=True)
+def test_18_misspelt_keys_are_told_or_refused() -> None:
+    tuning = BlockwiseMatmulConfig.from_kwargs(skip_dma_tokens=True, block_size=64)
+    experts = ExpertMLPsV2(config(), tuning)
+    told = str(MoE(RouterTopK(E, K, H), experts).explain("prefill", 300))
+    assert (
+        "skip_dma_tokens=True: unknown, ignored as by NxD. Did you mean 'skip_dma_token'?" in told
+    )
     with pytest.raises(ValueError, match="Did you mean 'router_act_fn'"):
         RouterConfig.from_kwargs(router_act_func="softmax", tp_degree=64)
 
@@ -311,3 +315,23 @@ def test_19_parts_of_several_sequences_keep_their_order(run_ranks: Any) -> None:
             return float((in_parts(x[:, part])[0] - whole(x)[0][:, part]).abs().max())
 
     assert max(run_ranks(2, compare)) < 1e-5
+
+
+def test_what_is_set_after_construction_is_computed() -> None:
+    hidden = tokens(1, 40)
+    set_later, built = layer(), layer(config(normalize_top_k_affinities=True, top_k=2))
+    built.load_state_dict(set_later.state_dict())
+    before = set_later(hidden).output
+    set_later.expert_mlps.routed_experts_mlp_config.normalize_top_k_affinities = True
+    set_later.expert_mlps.blockwise_matmul_config.block_size = 32
+    set_later.return_expert_index = True
+    found = set_later(hidden)
+    torch.testing.assert_close(found.output, built(hidden).output)
+    assert not torch.allclose(found.output, before)
+    assert found.expert_index is not None
+    assert set_later.expert_mlps.tuning.block_size == 32
+    with pytest.raises(ValueError, match="hidden_act='what'"):
+        set_later.expert_mlps.routed_experts_mlp_config.hidden_act = "what"
+    set_later.expert_mlps.routed_experts_mlp_config.top_k = 1
+    with pytest.raises(ValueError, match="top_k=1: the experts were built with 2"):
+        set_later(hidden)

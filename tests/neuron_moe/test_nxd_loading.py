@@ -14,7 +14,7 @@ from neuron_moe.nxd_compat import initialize_moe_module
 from neuron_moe.nxd_compat.nxd import NXD_LAYERS
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
 from tests.neuron_moe.test_nxd_hazards import (
     OAI,
     E,

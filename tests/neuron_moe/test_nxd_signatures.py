@@ -62,7 +62,7 @@ REASONS: dict[str, str] = {
     "ColumnParallelLinearTransposed*: absent": "the state dict is not transposed",
     "RowParallelLinearTransposed*: absent": "the state dict is not transposed",
     "modules.moe.blockwise *: absent": "calls NxD's kernels; ours are plans of backends.nki",
-    "modules.moe.token_shuffling *: absent": "training; parallel.shuffle for inference",
+    "modules.moe.token_shuffling *: absent": "training; dispatch.shuffle for inference",
     "modules.moe.moe_fused_tkg* *: absent": "fused decode is one plan of the layer",
     "modules.moe.moe_parallel_layers *: absent": "weights.linear; instances of BaseParallelLinear"
     " where NxD is loaded",

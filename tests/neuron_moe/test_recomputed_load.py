@@ -32,3 +32,16 @@ def test_a_token_counts_once(is_reentrant: bool, layers: int) -> None:
         assert layer.expert_load is not None
         assert layer.expert_load.equal(load)
         assert int(load.sum()) == T * K
+
+
+def test_a_layer_built_without_memory_counts_from_zero() -> None:
+    config = RoutedExpertsMLPOpsConfig(E, H, 16, K, "silu", True)
+    with torch.device("meta"):
+        layer = MoE(RouterTopK(E, K, H), ExpertMLPsV2(config))
+        layer.enable_load_counters()
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    layer(torch.randn(1, T, H))
+    assert layer.expert_load is not None
+    assert int(layer.expert_load.sum()) == T * K

@@ -1,12 +1,15 @@
 """Auxiliary losses against their formulas written out, and what else a router does in training."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
-from neuron_moe.parallel.balance import BalanceStats, step_selection_biases
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
+from neuron_moe.train.balance import BalanceStats, step_selection_biases
 
 E, K, H, I = 8, 2, 16, 12  # noqa: E741  the axis letters of the project
 ALL = RouterLosses(balance=0.02, sequence=0.003, z=0.01)
@@ -68,6 +71,15 @@ def test_losses_are_their_formulas_and_reach_the_router(act_fn: str) -> None:
     torch.testing.assert_close(total, apart)
 
 
+def test_a_layers_balance_loss_times_k_is_that_of_transformers() -> None:
+    layer = build().double().train()
+    layer.use_router_losses(RouterLosses(balance=float(K)))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    logits = layer(torch.randn(2, 5, H, dtype=torch.float64), mask)[1]
+    theirs = load_balancing_loss_func((logits,), E, K, mask)
+    torch.testing.assert_close(layer.losses["balance"], theirs.detach().double())
+
+
 def test_an_even_load_has_balance_losses_of_their_weights() -> None:
     layer = build().train()
     layer.router.forces_balance = True
@@ -100,6 +112,21 @@ def test_forced_balance_takes_turns_while_training_and_weighs_by_the_scores() ->
     torch.testing.assert_close(affinities, scores / scores.sum(-1, keepdim=True))
     free = layer.eval()(hidden)[2]
     assert free.tolist() == logits.topk(K).indices.tolist()
+
+
+@pytest.mark.parametrize("save_percent", [None, 0])
+def test_padding_that_holds_nan_leaves_gradients_finite(save_percent: int | None) -> None:
+    layer = build().train()
+    layer.expert_mlps.tuning = replace(layer.expert_mlps.tuning, save_percent=save_percent)
+    layer = MoE(layer.router, layer.expert_mlps, SharedExperts(H, I, 1, "silu"))
+    hidden, mask = torch.randn(1, 6, H), torch.ones(1, 6)
+    hidden[:, 4:], mask[:, 4:] = float("nan"), 0
+    output = layer(hidden.requires_grad_(), mask)[0]
+    output[:, :4].square().sum().backward()
+    assert hidden.grad is not None
+    for gradient in (hidden.grad, *(parameter.grad for parameter in layer.parameters())):
+        assert gradient is not None
+        assert bool(torch.isfinite(gradient).all())
 
 
 def test_biases_step_against_the_load_and_counters_start_again() -> None:

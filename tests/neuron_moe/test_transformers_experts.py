@@ -116,6 +116,14 @@ def test_a_clamp_far_out_is_computed(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_limit_and_alpha_are_read_again_where_they_change() -> None:
+    experts = gpt_oss().model.layers[0].mlp.experts  # type: ignore[union-attr, operator]
+    ours = ALL_EXPERTS_FUNCTIONS[register_experts("torch")]
+    given = 5 * torch.randn(9, 32), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    for experts.alpha, experts.limit in ((1.702, 7.0), (2.0, 3.0), (1.0, 100.0)):
+        torch.testing.assert_close(ours(experts, *given), experts(*given), rtol=1e-4, atol=1e-3)
+
+
 def test_a_clamp_that_no_attribute_tells_is_refused() -> None:
     experts = qwen().model.layers[0].mlp.experts  # type: ignore[union-attr, operator]
     apply = type(experts)._apply_gate

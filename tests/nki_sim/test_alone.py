@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nki_sim
 from nki_sim import SimOptions
 from nki_sim.__main__ import main
 
@@ -38,6 +40,26 @@ def careless(x):
         nisa.dma_copy(tile, x)
     return x
 """
+
+
+PACKAGE = Path(nki_sim.__file__).parent
+
+
+def test_what_the_readme_of_the_package_shows_runs(tmp_path: Path) -> None:
+    shown = tmp_path / "readme.py"
+    code = (PACKAGE / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    shown.write_text(code)
+    done = subprocess.run([sys.executable, shown], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{2.0 * 128 * 512}\n[]\ntrn2, simulated\n")
+
+
+def test_the_package_names_each_of_its_folders() -> None:
+    content = tomllib.loads((PACKAGE / "pyproject.toml").read_text())
+    folders = [path.parent for path in PACKAGE.rglob("__init__.py")]
+    names = {".".join(["nki_sim", *path.relative_to(PACKAGE).parts]) for path in folders}
+    assert set(content["tool"]["setuptools"]["packages"]) == names
+    plugins = content["project"]["entry-points"]["pytest11"]
+    assert plugins == {"nki_sim.pytest_plugin": "nki_sim.pytest_plugin"}
 
 
 @pytest.fixture

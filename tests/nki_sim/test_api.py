@@ -1,8 +1,7 @@
 """The simulator's public names, parameters and defaults are those of NKI 0.7.
 
 `data/nki_api.json` states the names, parameters and defaults of the vendor's documentation stubs. A
-default of "..." is one that the stubs hide. Grids of tiles and blocks and split collectives of 0.7,
-which docs/nki_sim.md lists as missing, are not in it.
+default of "..." is one that the stubs hide.
 """
 
 from __future__ import annotations

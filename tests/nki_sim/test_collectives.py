@@ -242,6 +242,74 @@ def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, l
         assert table[2].tolist() == row
 
 
+@BOTH
+def test_a_collective_in_two_halves_is_the_whole_one(lnc: int) -> None:
+    counts = RANDOM.integers(0, 6, (4, 4))
+    data, metadata = inputs((24,)), tables(counts, has_rdispls=False)
+    old = [np.full((32,), -1.0, np.float32) for _ in range(4)]
+
+    def halves(x: Any, received: Any, table: Any) -> Any:
+        ready = collectives.all_to_all_v_prepare([x], [received], ALL4, table)
+        collectives.all_to_all_v_trigger(ready)
+        return received, table
+
+    def whole(x: Any, received: Any, table: Any) -> Any:
+        collectives.all_to_all_v([x], [received], ALL4, table)
+        return received, table
+
+    given = [(data[r], old[r], metadata[r]) for r in range(4)]
+    got, wanted = (nki_sim.run_ranks(each, given, lnc=lnc).outputs for each in (halves, whole))
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1], other[1])
+
+
+def _twice(x: Any, y: Any, table: Any) -> Any:
+    ready = collectives.all_to_all_v_prepare([x], [y], ALL4, table)
+    collectives.all_to_all_v_trigger(ready)
+    collectives.all_to_all_v_trigger(ready)
+
+
+def _never(x: Any, y: Any, table: Any) -> Any:
+    collectives.all_to_all_v_prepare([x], [y], ALL4, table)
+
+
+def _between(x: Any, y: Any, table: Any) -> Any:
+    collectives.all_to_all_v_prepare([x], [y], ALL4, table)
+    collectives.all_to_all_v_prepare([x], [y], ALL4, table)
+
+
+def _another(x: Any, y: Any, table: Any) -> Any:
+    ready = collectives.all_to_all_v_prepare([x], [y], ALL4, table)
+    collectives.all_gather_v_trigger(ready)
+
+
+def _changed(x: Any, y: Any, table: Any) -> Any:
+    ready = collectives.all_to_all_v_prepare([x], [y], ALL4, table)
+    zeros = nl.zeros((3, 4), nl.uint32)
+    isa.dma_copy(table, zeros)
+    collectives.all_to_all_v_trigger(ready)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        (_twice, "that of all_to_all_v_prepare, once"),
+        (_never, "one all_to_all_v_trigger after it"),
+        (_between, "a second prepare"),
+        (_another, "that of all_gather_v_prepare, once"),
+        (_changed, "what it held at the prepare"),
+    ],
+)
+def test_halves_that_do_not_fit_are_refused(kernel: Any, text: str) -> None:
+    tables_ = tables(np.full((4, 4), 2), has_rdispls=False)
+    with pytest.raises(nki_sim.NkiValidationError, match=text):
+        nki_sim.run_ranks(
+            kernel,
+            [(x, np.zeros(32, x.dtype), t) for x, t in zip(inputs((8,)), tables_, strict=True)],
+        )
+
+
 def test_what_no_chunk_covers_stays_unwritten() -> None:
     counts = np.full((4, 4), 2)
     data, metadata = inputs((8,)), tables(counts, has_rdispls=False)

@@ -26,7 +26,7 @@ def run(module: str, *arguments: str) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=2400,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -44,6 +44,34 @@ def test_nxds_layer_and_ours_give_the_same(ranks: int) -> None:
     assert found["cases"] >= 25
     assert len(found["compared"]) == {1: 1, 4: 4}[ranks]
     assert found["largest_difference"] <= 1e-5
+
+
+UNIT_TESTS = json.loads(Path(__file__).with_name("unit_tests.json").read_text())
+
+
+def listed(who: str) -> set[int]:
+    """Return the numbers of NxD's own unit tests that NxD, or ours in its place, does not pass."""
+    return {number for numbers in UNIT_TESTS[f"not_passed_by_{who}"].values() for number in numbers}
+
+
+def test_ours_pass_of_nxds_unit_tests_all_but_a_few() -> None:
+    nxd, ours = listed("nxd"), listed("ours")
+    assert not nxd & ours
+    assert len(ours) <= 0.05 * (UNIT_TESTS["tests"] - len(nxd))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
+)
+@pytest.mark.skipif(
+    importlib.util.find_spec("parameterized") is None, reason="NxD's tests need parameterized"
+)
+@pytest.mark.parametrize("who", ["nxd", "ours"])
+def test_nxds_own_unit_tests_pass_with_our_names_in_place(who: str) -> None:
+    passed = set(run("unit_tests", *(["--ours"] if who == "ours" else []))["passed"])
+    expected = set(range(UNIT_TESTS["tests"])) - listed("nxd")
+    assert passed == expected - (listed("ours") if who == "ours" else set())
 
 
 @pytest.mark.slow

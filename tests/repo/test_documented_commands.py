@@ -2,10 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from neuron_moe.tools import cli
+from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.subcommands import MENU
 from tests.repo.test_documents import DOCUMENTS, commands_of
 
 _RUN = ("explain", "inspect", "plan", "routing", "place", "generate")
@@ -23,6 +26,29 @@ def documented() -> list[tuple[str, ...]]:
         if words[0] in _RUN and len(words) > 1 and not _LEFT_OUT.search(" ".join(words))
     )
     return list(found)
+
+
+class _Parsed(Exception):
+    """A command's own parser has taken its arguments."""
+
+
+@pytest.mark.parametrize("name", ["serve", "compile"])
+def test_documented_commands_are_taken_by_their_parser(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = Parser.parse_args
+
+    def parse_only(self: Parser, *given: Any) -> None:
+        parse(self, *given)
+        raise _Parsed
+
+    monkeypatch.setattr(Parser, "parse_args", parse_only)
+    pages = [commands_of(path.read_text()) for path in DOCUMENTS]
+    asked = [words for page in pages for words in page if words[0] == name and len(words) > 2]
+    assert asked
+    for words in asked:
+        with pytest.raises(_Parsed):
+            MENU.main(words)
 
 
 def test_commands_are_found() -> None:

@@ -40,9 +40,14 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "vendor_tests": _SIM_TOP | {"neuron_dtypes", "vendor_library"},
     },
     "nki_kernels": {
-        "common": set(),
-        **{name: {"common"} for name in ("route", "index", "prefill", "decode", "combine")},
-        "layer": {"common", "route", "index", "prefill", "combine"},
+        "objects": set(),
+        "provided": set(),
+        "common": {"objects"},
+        **{
+            name: {"common", "provided"}
+            for name in ("route", "index", "prefill", "decode", "combine")
+        },
+        "layer": {"common", "provided", "route", "index", "prefill", "combine"},
         "outputs": {"common", "route", "index", "prefill", "decode", "combine", "layer"},
     },
 }
@@ -59,12 +64,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("router", "shared_experts"),
     ("router_losses",),
     ("explain", "plan"),
-    ("backends", "parallel.exchange", "parallel.shuffle"),
+    ("backends", "dispatch"),
     ("experts", "transformers_experts"),
     ("moe",),
-    ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
-    ("parallel.gradients", "parallel.distributed_state", "parallel.handlers"),
-    ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
+    ("train", "sharded", "planner"),
     ("nxd_compat",),
     (
         "routing",

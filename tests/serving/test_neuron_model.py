@@ -18,9 +18,9 @@ from neuron_moe.models.loader import load_model, parse_config, read_config
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.sharding import sharding_of
 from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
 from neuron_moe.serving.neuron_weights import parameter_loaders
+from neuron_moe.sharded.sharding import sharding_of
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
 from tests.serving.stand_in_runner import BLOCK, RecompiledError, Runner

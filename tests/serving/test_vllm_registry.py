@@ -1,6 +1,9 @@
-"""vLLM's own registry takes both of our classes for models that generate text."""
+"""vLLM's registry takes both of our classes, and its parser the lines of docs/serving.md."""
 
 import importlib.util
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +28,32 @@ def test_the_registry_takes_the_class(name: str) -> None:
     assert config.runner_type == "generate"
     found, _ = ModelRegistry.resolve_model_cls(name, model_config=config)
     assert found.__name__ == name
+
+
+def _documented() -> list[list[str]]:
+    """Return what the page about serving passes to vLLM: behind `vllm serve`, and ` -- `."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().replace("\\\n", " ")
+    line = r"^    vllm serve (.+)$|`-- (--[^`]+)`"
+    found = re.findall(line, text, flags=re.MULTILINE)
+    return [shlex.split(served or passed) for served, passed in found]
+
+
+def test_the_page_about_serving_has_lines_for_vllm() -> None:
+    assert len(_documented()) == 2
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_documented_lines_are_taken_by_the_parser_of_vllm() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from neuron_moe.serving.vllm_server import vllm_parser
+
+    parser = vllm_parser()
+    parsed = [AsyncEngineArgs.from_cli_args(parser.parse_args(words)) for words in _documented()]
+    native = next(each for each in parsed if each.additional_config)
+    assert native.hf_overrides["architectures"] == [NATIVE_ARCHITECTURE]
+    assert native.additional_config == {"neuron_config": {"on_device_sampling_config": None}}
+    assert native.async_scheduling is False
+    tuned = next(each for each in parsed if not each.additional_config)
+    assert tuned.max_num_batched_tokens == 64

@@ -278,7 +278,7 @@ class _Check:
         if self._options.against is not None:
             wedged_file(self._options.state).unlink(missing_ok=True)
         elif self._options.reset is not None:
-            _run(["sh", "-c", self._options.reset], self._options.limit_s, os.environ)
+            run_process(["sh", "-c", self._options.reset], self._options.limit_s, os.environ)
         can_reset = self._options.against is not None or self._options.reset is not None
         if not can_reset or not self._is_alive():
             self._stopped = (
@@ -338,7 +338,7 @@ def _in_a_process(options: argparse.Namespace, name: str, where: str, plant: str
         variables = {**os.environ, **_variables(options, name)}
         plants = ["--plant", plant] if plant else []
         limit_s = min(options.limit_s, ALIVE_S) if name == ALIVE.name else options.limit_s
-        status, output = _run([*command, *plants], limit_s, variables)
+        status, output = run_process([*command, *plants], limit_s, variables)
         stage_file = row.with_suffix(".stage")
         stage = stage_file.read_text() if stage_file.is_file() else "starting"
         _keep_log(options.state, name, where, output)
@@ -364,7 +364,7 @@ def _variables(options: argparse.Namespace, name: str) -> dict[str, str]:
     return {**job_variables(cores), FOLDER: str(options.state)}
 
 
-def _run(
+def run_process(
     command: Sequence[str], limit_s: float, variables: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """Run a command in a group of its own; return status (None: ended after the limit), output."""

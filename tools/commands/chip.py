@@ -7,6 +7,7 @@ MENU = Menu(
     "neuron-moe chip",
     "target",
     {
+        "compile": ("chip.compile", "does every kernel of a plan compile; no device is needed"),
         "check": ("chip.check", "does every kernel compile, compute and keep its time"),
         "calibrate": (
             "lab.chip.calibrate",

@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.routing_trace import RoutingTrace
-from neuron_moe.parallel.balance import BalanceStats, expert_load, rank_rows
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts, save_placements
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.train.balance import BalanceStats, expert_load, rank_rows
 
 
 @dataclass(frozen=True, slots=True)

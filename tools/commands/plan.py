@@ -23,8 +23,9 @@ import torch
 
 from neuron_moe.models.routing_trace import recorded_load
 from neuron_moe.models.whole_model import TARGETS, Serving, ServingPlan, plan_serving
-from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine, use_measured
-from neuron_moe.parallel.planner.search import (
+from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.planner.coefficients import COEFFICIENTS, Machine, use_measured
+from neuron_moe.planner.search import (
     PHASES,
     WORTH_A_HYBRID,
     Entry,
@@ -38,8 +39,7 @@ from neuron_moe.parallel.planner.search import (
     to_dict,
     write_config,
 )
-from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
-from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.tools.commands.plan_page import (
     coefficient_rows,
     layout_rows,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuron_moe.models.whole_model import ServingTimes
-from neuron_moe.parallel.planner.coefficients import COEFFICIENTS
-from neuron_moe.parallel.planner.search import PHASES, LayoutCosts, explain
+from neuron_moe.planner.coefficients import COEFFICIENTS
+from neuron_moe.planner.search import PHASES, LayoutCosts, explain
 from neuron_moe.tools.commands.plan_pictures import pictures_of_plan
 from neuron_moe.tools.console import format_bytes
 from neuron_moe.tools.pages import Details, Items, Page, Row, Section, Table, Text

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from neuron_moe.parallel.planner.search import PHASES, LayoutCosts
-from neuron_moe.parallel.wire import FORMULAS, WireSizes
+from neuron_moe.planner.search import PHASES, LayoutCosts
+from neuron_moe.planner.wire import FORMULAS, WireSizes
 from neuron_moe.tools.pages import Picture, picture_of
 
 _COLOURS = {"uniform": "#9a9a9a", "zipf": "#c8501e", "recorded": "#2a6fb0"}

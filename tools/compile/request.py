@@ -20,8 +20,8 @@ from neuron_moe.models.deployment import Deployment
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import parse_config, read_config
 from neuron_moe.models.shipped import checkpoint_folder, find_checkpoint
-from neuron_moe.parallel.planner.sizes import ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.planner.sizes import ModelSizes
 
 DEFAULT_INSTANCE = "trn2.48xlarge"
 _SETTINGS = ("lnc", "tp", "ep", "sp", "quantization", "batch", "max_length", "buckets")

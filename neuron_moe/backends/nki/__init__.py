@@ -17,6 +17,7 @@ In prefill a finite one whose expert overflows bfloat16 makes the up to 127 othe
 adds up with it; clamps exclude that, and `MoE.explain` says where nothing does.
 """
 
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from neuron_moe.backends.nki.backend import NkiBackend
 
 __all__ = ["NkiBackend"]

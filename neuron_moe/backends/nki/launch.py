@@ -20,7 +20,7 @@ import nki_sim
 from neuron_moe.backends.nki import operators
 from neuron_moe.device import is_traced
 from neuron_moe.versions import check_version
-from nki_kernels import IS_SIMULATED  # whoever imports this module can import nki
+from nki_kernels import IS_SIMULATED
 from nki_kernels.outputs import Output, outputs_of
 
 if not IS_SIMULATED:
@@ -122,8 +122,8 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
         return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
     arguments = _filled(launch.captured, step)
     if is_captured and launch.name in _LOWERED:
-        found = _LOWERED[launch.name][(launch.num_cores,)](**arguments)
-        return found if isinstance(found, tuple) else (found,)
+        found = _LOWERED[launch.name](launch.num_cores, *arguments.values())
+        return tuple(found) if isinstance(found, tuple | list) else (found,)
     return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
 
 
@@ -155,19 +155,21 @@ _OPERATORS = operators.register(_call)
 _WRAPPERS = ("torch_neuronx", "libtorch_neuronx_lite.nki.nki_hop")
 
 
-def find_wrapper() -> Any:
-    """Return `wrap_nki` of TorchNeuron or of vllm-neuron's runtime; None where there is neither."""
+def find_wrapper() -> tuple[Any, Any]:
+    """Return `wrap_nki` and, if there is one, `nki_op` of TorchNeuron or of vllm-neuron's runtime;
+    None where there is neither.
+    """
     for name in _WRAPPERS:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             continue
-        found = getattr(importlib.import_module(name), "wrap_nki", None)
-        if found is not None:
-            return found
-    return None
+        module = importlib.import_module(name)
+        if hasattr(module, "wrap_nki"):
+            return module.wrap_nki, getattr(module, "nki_op", None)
+    return None, None
 
 
-_WRAP_NKI = None if IS_SIMULATED else find_wrapper()
-_LOWERED: dict[str, Any] = {} if _WRAP_NKI is None else operators.lowered(_WRAP_NKI)
+_WRAP_NKI, _NKI_OP = (None, None) if IS_SIMULATED else find_wrapper()
+_LOWERED = {} if _WRAP_NKI is None else operators.lowered(_WRAP_NKI, _NKI_OP)
 
 
 def _as_operand(value: Any) -> Any:

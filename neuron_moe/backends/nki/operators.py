@@ -147,16 +147,62 @@ def register(call: Call) -> dict[str, Callable[..., list[Tensor]]]:
     return {name_of(kernel): _make(kernel, call) for kernel in _KERNELS}
 
 
-def lowered(wrap_nki: Callable[[Any], Any]) -> dict[str, Any]:
+def lowered(
+    wrap_nki: Callable[[Any], Any], nki_op: Callable[..., Any] | None = None
+) -> dict[str, Callable[..., Any]]:
     """Return every kernel as a compiler of graphs for Neuron takes it, by its name.
 
     Its operator for kernels lowers what an operator of ours would hide. It passes tensors and plain
-    constants, so records stay text until the kernel is traced, which needs NKI 0.7.
+    constants, so records stay text until the kernel is traced, which needs NKI 0.7. Each takes the
+    launch's cores, then the kernel's parameters in order.
 
     Args:
         wrap_nki: of torch_neuronx, or of the runtime of vllm-neuron.
+        nki_op: of torch_neuronx, which gives a kernel a name and a schema and takes itself apart
+            into that operator; None: there is none.
     """
-    return {name_of(kernel): wrap_nki(_of_text(kernel)) for kernel in _KERNELS}
+    return {name_of(kernel): _lowered(kernel, wrap_nki, nki_op) for kernel in _KERNELS}
+
+
+def _lowered(kernel: Any, wrap_nki: Any, nki_op: Any) -> Callable[..., Any]:
+    caller, names = wrap_nki(_of_text(kernel)), tuple(parameters_of(kernel))
+
+    def launch(num_cores: int, *values: Any) -> Any:
+        return caller[(num_cores,)](**dict(zip(names, values, strict=True)))
+
+    if nki_op is None:
+        return launch
+
+    def listed(num_cores: int, *values: Any) -> list[Tensor]:
+        found = launch(num_cores, *values)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    hints = {"str": str, "Tensor?": Tensor | None, "Tensor": Tensor}
+    kind, given = inspect.Parameter, _terms(kernel).items()
+    listed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            kind("num_cores", kind.POSITIONAL_OR_KEYWORD, annotation=int),
+            *(kind(key, kind.POSITIONAL_OR_KEYWORD, annotation=hints[term]) for key, term in given),
+        ],
+        return_annotation=list[Tensor],
+    )
+    found: Callable[..., Any] = nki_op(
+        f"{NAMESPACE}_nki::{name_of(kernel)}", listed, mutates_args={}
+    )
+    return found
+
+
+def _terms(kernel: Any) -> dict[str, str]:
+    """Return the type of each parameter as a schema has it."""
+    parameters = inspect.signature(getattr(kernel, "func", kernel)).parameters
+    return {
+        key: "str"
+        if _is_record(parameter)
+        else "Tensor?"
+        if parameter.annotation == "Any"
+        else "Tensor"
+        for key, parameter in parameters.items()
+    }
 
 
 def _of_text(kernel: Any) -> Callable[..., Any]:
@@ -199,14 +245,7 @@ def _make(kernel: Any, call: Call) -> Callable[..., list[Tensor]]:
             for each in ((found,) if isinstance(found, Output) else found)
         ]
 
-    terms = [
-        f"str {key}"
-        if key in records
-        else f"Tensor? {key}"
-        if parameter.annotation == "Any"
-        else f"Tensor {key}"
-        for key, parameter in parameters.items()
-    ]
+    terms = [f"{term} {key}" for key, term in _terms(kernel).items()]
     operator = torch.library.custom_op(
         f"{NAMESPACE}::{name}",
         launch,

@@ -15,7 +15,7 @@ from neuron_moe.models import gpt_oss
 from neuron_moe.models.loader import build_model, load_model
 from neuron_moe.models.sample_checkpoint import make_checkpoint
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.load import stream_shard
+from neuron_moe.sharded.load import stream_shard
 from neuron_moe.tools import cli
 
 

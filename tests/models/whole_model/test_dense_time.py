@@ -17,10 +17,10 @@ from neuron_moe.models.whole_model import (
     dense_times,
     layer_kinds,
 )
-from neuron_moe.parallel.planner.coefficients import Machine
-from neuron_moe.parallel.planner.layer_cost import RoutedTokens, layer_cost
-from neuron_moe.parallel.planner.sizes import ModelSizes
 from neuron_moe.parallel.topology import instance
+from neuron_moe.planner.coefficients import Machine
+from neuron_moe.planner.layer_cost import RoutedTokens, layer_cost
+from neuron_moe.planner.sizes import ModelSizes
 
 MACHINE = Machine.build(instance("trn2.48xlarge"))
 SPREAD = Spread(tp=4, ep=16, dense_tp=64)

@@ -12,8 +12,8 @@ from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import Spread, rank_bytes
 from neuron_moe.models.whole_model import ServingLoad, rank_memory
 from neuron_moe.models.whole_model.memory import scratch_bytes
-from neuron_moe.parallel.planner.coefficients import Machine
 from neuron_moe.parallel.topology import instance
+from neuron_moe.planner.coefficients import Machine
 
 MACHINE = Machine.build(instance("trn2.48xlarge"))
 SPREAD = Spread(tp=4, ep=16, dense_tp=64)

@@ -19,11 +19,11 @@ from neuron_moe.models.whole_model import (
     serving_layouts,
     ties,
 )
-from neuron_moe.parallel.balance import uniform_trace
-from neuron_moe.parallel.planner.coefficients import Machine
-from neuron_moe.parallel.planner.layer_cost import RoutedTokens, layer_cost
-from neuron_moe.parallel.planner.sizes import ModelSizes
 from neuron_moe.parallel.topology import instance
+from neuron_moe.planner.coefficients import Machine
+from neuron_moe.planner.layer_cost import RoutedTokens, layer_cost
+from neuron_moe.planner.sizes import ModelSizes
+from neuron_moe.train.balance import uniform_trace
 
 SERVING = Serving(prompt=2048, context=3072, batch=32, expert_format="bf16")
 # Parameters of all routed experts, in 1e9: 3 H I E for each MoE layer of the published shapes.

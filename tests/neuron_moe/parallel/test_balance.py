@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from neuron_moe import ExpertMLPsV2, GroupLimitedRouter, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.balance import (
+from neuron_moe.parallel.collectives import SingleRank
+from neuron_moe.parallel.placement import (
+    ExpertPlacement,
+    load_placements,
+    place_experts,
+    save_placements,
+)
+from neuron_moe.router import route
+from neuron_moe.train.balance import (
     BalanceStats,
     expert_load,
     gather_expert_load,
@@ -22,14 +30,6 @@ from neuron_moe.parallel.balance import (
     update_selection_bias,
     zipf_trace,
 )
-from neuron_moe.parallel.collectives import SingleRank
-from neuron_moe.parallel.placement import (
-    ExpertPlacement,
-    load_placements,
-    place_experts,
-    save_placements,
-)
-from neuron_moe.router import route
 
 # experts, choices, ranks, extra experts: at most 12.5 % extra experts
 ZIPF_CASES = {

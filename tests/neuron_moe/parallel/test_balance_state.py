@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
-from neuron_moe.parallel.balance import step_selection_biases, update_selection_bias
 from neuron_moe.parallel.collectives import SingleRank
+from neuron_moe.train.balance import step_selection_biases, update_selection_bias
 
 E, K, H, T = 8, 2, 16, 40
 BIAS = "router.e_score_correction_bias"

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lab.bench.wire_counter import WireCounter, WireTally
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.dispatch import Own, Rows, TokenBatch, build_dispatches
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.collectives import (
     Collectives,
@@ -18,9 +20,8 @@ from neuron_moe.parallel.collectives import (
     gather_lengths,
     reduce_scatter_rows,
 )
-from neuron_moe.parallel.sharding import shard_state_dict
-from neuron_moe.parallel.strategy import Rows, TokenSpread, build_strategy
-from neuron_moe.parallel.wire import WireCounter, WireTally
+from neuron_moe.router import Routing
+from neuron_moe.sharded.sharding import shard_state_dict
 
 
 def small_layer(**settings: Any) -> MoE:
@@ -240,6 +241,12 @@ def test_explicit_groups_work_without_parallel_state(run_ranks: Any) -> None:
 def test_partial_sums_are_summed_in_the_dtype_asked_for(run_ranks: Any) -> None:
     """In float32 a sum is rounded once; in bfloat16 once for each rank."""
 
+    def of_both_experts(own: Own) -> tuple[Rows, Routing]:
+        num_own = own.hidden_TH.shape[0]
+        index_TK = torch.tensor([[0, 1]], dtype=torch.int32).repeat(num_own, 1)
+        ones_TK = torch.ones(num_own, 2)
+        return Rows(own.hidden_TH, index_TK, ones_TK), Routing(ones_TK, ones_TK, index_TK)
+
     def sums(rank: int) -> list[bool]:
         generator = torch.Generator().manual_seed(3)
         partial_RH = torch.randn(4, 256, generator=generator).bfloat16()
@@ -250,12 +257,13 @@ def test_partial_sums_are_summed_in_the_dtype_asked_for(run_ranks: Any) -> None:
         ):
             config = ParallelConfig(tp=2, ep=2, strategy=strategy)
             groups = parallel_state.initialize_model_parallel(config=config, watch=False)
-            way = build_strategy(groups.prefill, TokenSpread.replicated(groups.model), 1, dtype)
-            own = len(range(4)[way.own_slice(4)])
-            index_TK = torch.tensor([[0, 1]], dtype=torch.int32).repeat(own, 1)
-            sent = way.dispatch(Rows(partial_RH[:own], index_TK, torch.ones(own, 2)), (4,))
-            partial_NH = partial_RH[rank].expand(len(sent.rows.hidden_TH), -1)
-            result_TH = way.combine(partial_NH.contiguous(), sent)
+            way = build_dispatches(
+                {"prefill": groups.prefill, "decode": groups.decode}, 2, None, dtype
+            )["prefill"]
+            batch = TokenBatch(partial_RH, 1, None, "prefill", False, ())
+            entered = way.enter(way.tokens(batch, dict), of_both_experts)
+            partial_NH = partial_RH[rank].expand(len(entered.rows.hidden_TH), -1)
+            result_TH, _ = way.leave(partial_NH.contiguous(), entered, None)
             is_exact.append(bool((result_TH == exact_H).all()))
             parallel_state.destroy_model_parallel()
         return is_exact

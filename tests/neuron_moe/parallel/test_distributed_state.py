@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.distributed_state import distributed_state
-from neuron_moe.parallel.gradients import sum_shared_gradients
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
+from neuron_moe.train.distributed_state import distributed_state
+from neuron_moe.train.gradients import sum_shared_gradients
 from tests.neuron_moe.parallel.test_layouts import CUDA_DEVICES, Case, build_layer, reference
 
 CASE = Case(tp=1, ep=2, sp=True, strategy="all_to_all", shared="sp", seq=8)
@@ -175,3 +177,75 @@ def test_a_checkpoint_goes_on_in_another_layout(run_ranks: Any, tmp_path: Path) 
 @pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices")
 def test_nccl_ranks_train_alike_and_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
     check(run_ranks, str(tmp_path / "state"), Layout(2, 1, "cuda"), Layout(1, 2, "cuda"))
+
+
+SPLIT = [
+    Case(tp=2, ep=2, router="gpt-oss", shared="fused"),
+    Case(tp=1, ep=4, router="gpt-oss", shared="world"),
+    Case(tp=3, ep=1, router="gpt-oss", shared="fused"),
+    Case(tp=1, ep=2, router="gpt-oss", shared="world"),
+]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [SPLIT[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPLIT[1:])],
+    ids=str,
+)
+def test_split_experts_are_saved_as_parts_of_the_whole(
+    run_ranks: Any, tmp_path: Path, before: Case
+) -> None:
+    def build(case: Case, *, is_filled: bool) -> tuple[nn.Module, dict[str, Tensor], Any]:
+        whole = reference(replace(before, shared=case.shared))[0].state_dict()
+        parallel_state.initialize_model_parallel(config=case.config, watch=False)
+        layer = build_layer(case)
+        mine = shard_state_dict(layer, whole)
+        if is_filled:
+            layer.load_state_dict(mine)
+        optimizer = torch.optim.Adam(layer.parameters())
+        state = distributed_state(layer, parallel_state.get_device_mesh(), optimizer)
+        for parameter in layer.parameters():
+            optimizer.state[parameter]["exp_avg"].copy_(parameter)
+        return layer, mine, (state, optimizer)
+
+    def save(rank: int) -> None:
+        state, _ = build(before, is_filled=True)[2]
+        quietly(lambda: dcp.save(state, checkpoint_id=tmp_path))
+
+    def load(rank: int, after: Case) -> list[str]:
+        layer, mine, (state, optimizer) = build(after, is_filled=False)
+        quietly(lambda: dcp.load(state, checkpoint_id=tmp_path))
+        wrong = [name for name, each in layer.state_dict().items() if not each.equal(mine[name])]
+        moments = {
+            name: optimizer.state[each]["exp_avg"] for name, each in layer.named_parameters()
+        }
+        return wrong + [name for name, each in moments.items() if not each.equal(mine[name])]
+
+    run_ranks(before.tp * before.ep, save)
+    for after in SPLIT:
+        if (after.shared == "fused") == (before.shared == "fused"):
+            found = run_ranks(after.tp * after.ep, partial(load, after=after))
+            assert found == [[]] * len(found)
+
+
+def test_parameters_without_a_gradient_have_a_state_like_any_other(tmp_path: Path) -> None:
+    def build(has_stepped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"moe": reference(CASE)[0], "idle": nn.Linear(3, 3)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        if has_stepped:
+            model["moe"](torch.ones(1, 4, 48))[0].sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, resumed) = build(True), build(False)
+    idle = model["idle"].weight.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process
+        dcp.save(distributed_state(model, None, optimizer), checkpoint_id=tmp_path)
+        dcp.load(distributed_state(other, None, resumed), checkpoint_id=tmp_path)
+    assert torch.equal(model["idle"].weight, idle)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for kind, value in optimizer.state[theirs].items():
+            assert torch.equal(resumed.state[mine][kind], value)
+    assert int(optimizer.state[model["idle"].weight]["step"]) == 0

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-import neuron_moe.parallel.exchange as exchange_module
+import neuron_moe.dispatch.replicate as replicate_module
 from neuron_moe import (
     ExpertMLPsV2,
     Experts,
@@ -17,8 +17,7 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.parallel import ExpertShard, parallel_state
-from neuron_moe.parallel.invariant import CopyError, check_one_copy
-from neuron_moe.parallel.strategy import ReplicateAndReduce
+from tests.neuron_moe.parallel.one_copy import CopyError, check_one_copy
 
 SIZE = 4
 
@@ -46,7 +45,7 @@ def undivided_down_bias() -> Any:
 
 def shared_experts_on_every_copy() -> Any:
     return mock.patch.object(
-        exchange_module, "split_evenly", lambda tokens, parts: [slice(0, tokens)] * parts
+        replicate_module, "split_evenly", lambda tokens, parts: [slice(0, tokens)] * parts
     )
 
 
@@ -59,7 +58,7 @@ def overlapping_experts() -> Any:
 
 
 def missing_reduction() -> Any:
-    return mock.patch.object(ReplicateAndReduce, "combine", lambda self, partial, sent: partial)
+    return mock.patch.object(replicate_module, "sum_common", lambda group, partial: partial)
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -23,9 +23,9 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.invariant import CopyError, check_one_copy
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
+from tests.neuron_moe.parallel.one_copy import CopyError, check_one_copy
 from tests.ranks import cuda_devices
 
 H, I, E = 48, 64, 16  # noqa: E741  the axis letters of the project

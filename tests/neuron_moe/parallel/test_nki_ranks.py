@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.sharded.sharding import shard_state_dict
 from tests.neuron_moe.nki_cases import GPT_OSS, SILU, H, build, watch_launches
 from tests.tolerances import rms_error
 

@@ -14,13 +14,14 @@ from neuron_moe import (
     RouterTopK,
     SharedExperts,
 )
+from neuron_moe.dispatch.ranks import TokenSpread
+from neuron_moe.dispatch.replicate import gather_choices
+from neuron_moe.dispatch.shuffle import build_shuffle
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.collectives import SingleRank
-from neuron_moe.parallel.exchange import _phase_of
 from neuron_moe.parallel.groups import ExpertGroups, Offline, expert_ranks
-from neuron_moe.parallel.shuffle import build_shuffle
-from neuron_moe.parallel.strategy import TokenSpread, gather_routing
 from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.plan import phase_of
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tp zero": (lambda: ParallelConfig(tp=0), "tp=0: must be a positive int"),
@@ -240,7 +241,7 @@ def test_shuffling_needs_groups_of_its_size() -> None:
 
 
 def test_sequences_of_one_token_are_decoded() -> None:
-    assert [_phase_of(*sizes) for sizes in ((4, 4), (8, 4), (1, 1), (0, 0))] == [
+    assert [phase_of(*sizes) for sizes in ((4, 4), (8, 4), (1, 1), (0, 0))] == [
         "decode",
         "prefill",
         "decode",
@@ -250,8 +251,8 @@ def test_sequences_of_one_token_are_decoded() -> None:
 
 def test_tokens_are_parts_of_sequences_only_where_that_is_said() -> None:
     here = SingleRank()
-    spreads = TokenSpread(here, here), TokenSpread.replicated(here), TokenSpread.sequence(here)
-    assert [spread.is_sequence for spread in spreads] == [False, False, True]
+    spreads = TokenSpread(here, here), TokenSpread.sequence(here)
+    assert [spread.is_sequence for spread in spreads] == [False, True]
 
 
 def test_each_rank_shuffles_by_the_seed_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def test_choices_travel_as_they_are(dtype: torch.dtype, has_gradient: bool) -> N
     index_TK = torch.tensor([[0, 3], [2, 1], [-1, 5]], dtype=torch.int32)
     affinities_TK = torch.tensor([[0.5, 0.25], [1.0, -2.0], [0.0, 0.75]], dtype=dtype)
     affinities_TK.requires_grad_(has_gradient)
-    index, affinities = gather_routing(SingleRank("tokens"), index_TK, affinities_TK, (3,))
+    index, affinities = gather_choices(SingleRank("tokens"), index_TK, affinities_TK, (3,))
     assert torch.equal(index, index_TK)
     assert torch.equal(affinities, affinities_TK)
     assert affinities.requires_grad == has_gradient

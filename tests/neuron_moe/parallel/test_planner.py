@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from neuron_moe.configs import load_config
-from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.layer_cost import RoutedTokens, layer_cost, matmul_cycles
-from neuron_moe.parallel.planner.search import (
+from neuron_moe.parallel.topology import INSTANCES
+from neuron_moe.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.planner.layer_cost import RoutedTokens, layer_cost, matmul_cycles
+from neuron_moe.planner.search import (
     PHASES,
     cost_layouts,
     explain,
     phase_memory,
     synthetic_routings,
 )
-from neuron_moe.parallel.planner.sizes import ModelSizes
-from neuron_moe.parallel.topology import INSTANCES
+from neuron_moe.planner.sizes import ModelSizes
 
 GPT_120B = ModelSizes.from_config("gpt_oss_120b", load_config("gpt_oss_120b"), "bf16")
 QWEN = ModelSizes.from_config("qwen3_235b", load_config("qwen3_235b_a22b"))

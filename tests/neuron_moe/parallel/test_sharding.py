@@ -16,9 +16,9 @@ from neuron_moe.checkpoint.load import unique_parameters
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
 from neuron_moe.parallel import CollectiveError, ParallelConfig, load, parallel_state
-from neuron_moe.parallel.load import load_sharded, save_sharded, shard_checkpoint
 from neuron_moe.parallel.placement import ExpertPlacement
-from neuron_moe.parallel.sharding import shard_state_dict, sharding_of
+from neuron_moe.sharded.load import load_sharded, save_sharded, shard_checkpoint
+from neuron_moe.sharded.sharding import shard_state_dict, sharding_of
 
 E, H, I = 8, 16, 24  # noqa: E741  the axis letters of the project
 

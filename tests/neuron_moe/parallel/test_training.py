@@ -13,10 +13,10 @@ from torch import Tensor
 
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.balance import step_selection_biases
-from neuron_moe.parallel.gradients import sum_shared_gradients
-from neuron_moe.parallel.sharding import shard_state_dict
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
+from neuron_moe.sharded.sharding import shard_state_dict
+from neuron_moe.train.balance import step_selection_biases
+from neuron_moe.train.gradients import clip_gradients, sum_shared_gradients
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 from tests.neuron_moe.parallel.test_layouts import (
     Case,
@@ -90,6 +90,12 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
         assert hidden.grad is not None
         assert mine.grad is not None
         errors["input"] = distance(mine.grad, part_of_rank(case, hidden.grad, rank, 4))
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        errors["norm"] = distance(clip_gradients(layer, 0.1), norm)
+        weight, clipped = (each.router.linear_router.weight.grad for each in (layer, whole))
+        assert weight is not None
+        assert clipped is not None
+        errors["clipped"] = distance(weight, clipped)
         return [f"[{case}] {name}: {error:.1e}" for name, error in errors.items() if error > exact]
     finally:
         parallel_state.destroy_model_parallel()

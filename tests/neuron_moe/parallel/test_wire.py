@@ -7,18 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.bench.wire_counter import count_wire, socket_bytes
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
+from neuron_moe.dispatch.all_to_all import destinations
 from neuron_moe.parallel import ParallelConfig, parallel_state
-from neuron_moe.parallel.strategy import destinations
-from neuron_moe.parallel.wire import (
+from neuron_moe.planner.wire import (
     WireSizes,
     all_to_all_bytes,
-    count_wire,
     expected_ranks_per_token,
     naive_bytes,
     replicated_bytes,
     sequence_bytes,
-    socket_bytes,
 )
 
 T, H, K, E = 192, 64, 4, 32
@@ -134,9 +133,8 @@ def test_the_naive_gather_moves_e_over_2k_times_the_routing(run_ranks: Any) -> N
         config = ParallelConfig(ep=8, sp=True)
         layer = build_layer(config)
         tally = count_wire(layer)
-        strategy = layer.parallel.strategy("prefill", is_sequence_part=True)
         own = torch.randn(T // 8, H)
-        logits = strategy.spread.gather.all_gather(layer.router(own).router_logits_TE)
+        logits = layer.groups["prefill"].model.all_gather(layer.router(own).router_logits_TE)
         assert logits.shape == (T, E)
         parallel_state.destroy_model_parallel()
         return tally.total
@@ -206,7 +204,7 @@ def test_shared_experts_add_their_own_gather_under_all_to_all(run_ranks: Any) ->
         config = ParallelConfig(tp=2, ep=2, sp=True, strategy="all_to_all")
         parallel_state.initialize_model_parallel(config=config, watch=False)
         layer = build_layer(config)
-        layer.shared_experts = layer.parallel.shared = SharedExperts(H, 32, 1, "silu")
+        layer.shared_experts = SharedExperts(H, 32, 1, "silu")
         tally = count_wire(layer)
         with torch.no_grad():
             layer(torch.randn(1, T // 4, H))

@@ -58,13 +58,13 @@ def test_a_planted_failure_is_one_row_and_a_sentence(
 
 
 def test_a_process_that_hangs_is_ended_with_all_it_started() -> None:
-    status, _ = check._run(["sh", "-c", "sleep 60 & wait"], 1.0, os.environ)
+    status, _ = check.run_process(["sh", "-c", "sleep 60 & wait"], 1.0, os.environ)
     assert status is None
 
 
 def test_a_process_that_crashes_has_its_signal_and_last_words() -> None:
     words = [sys.executable, "-c", "print('so'); import os; os.abort()"]
-    status, output = check._run(words, 30.0, os.environ)
+    status, output = check.run_process(words, 30.0, os.environ)
     assert status == -6
     assert "so" in output
 

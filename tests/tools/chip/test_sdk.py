@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import nki_kernels  # noqa: F401  its import lets the simulator answer to `nki`
+import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from neuron_moe.tools.chip import neuron, worker
 from neuron_moe.tools.chip.check import _START
 from neuron_moe.tools.chip.device import Job

@@ -17,8 +17,8 @@ import torch
 from neuron_moe import nxd_compat
 from neuron_moe.configs import load_config
 from neuron_moe.models.sample_checkpoint import make_checkpoint
-from neuron_moe.parallel.rank_files import read_layout
 from neuron_moe.parallel.topology import INSTANCES
+from neuron_moe.sharded.rank_files import read_layout
 from neuron_moe.tools import cli
 from neuron_moe.tools.commands import compile as command
 from neuron_moe.tools.compile import nxdi

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from neuron_moe.models.routing_trace import RoutingTrace
-from neuron_moe.parallel.balance import zipf_trace
 from neuron_moe.parallel.placement import load_placements
 from neuron_moe.tools import cli
+from neuron_moe.train.balance import zipf_trace
 
 
 @pytest.fixture

@@ -1,3 +1,3 @@
 """Cases for our kernels: inputs, launches and the formula in float64, by family of kernels."""
 
-import nki_kernels  # noqa: F401  answers to `import nki` where the vendor's package is missing
+import nki_kernels.provided  # noqa: F401  answers to `import nki`

@@ -21,6 +21,7 @@ import nki_sim
 from nki_sim.machine import running
 from nki_sim.provide import _modules
 
+_COMPILER = Path(__file__).parent / "compiler"
 _LIKE_A_CHIP = nki_sim.SimOptions(
     uninitialized="off", races="off", capacity="reorder", accumulate="off"
 )
@@ -32,6 +33,8 @@ for _name, _module in _modules().items():
         sys.modules[_name] = _module
         if _name.count(".") == 1:
             globals()[_name.removeprefix("nki.")] = _module
+if "nki.compiler" in sys.modules:
+    sys.modules["nki.compiler"].__path__ = [str(_COMPILER)]
 
 
 def note(step: str, **facts: Any) -> None:

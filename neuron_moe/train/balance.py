@@ -94,13 +94,10 @@ def gather_expert_load(layer: MoE, group: ProcessGroup | Collectives | None = No
         raise ValueError("expert_load: counters are off. Call layer.enable_load_counters() first.")
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    groups = layer.parallel.groups["prefill"]
     # A rank counts the tokens it routes: its own under sequence parallelism and all-to-all, else
     # those of all ranks that hold the same.
-    is_own = groups.strategy == "all_to_all" or layer.options.is_sequence_parallel
-    return as_collectives(group, "copies").all_reduce(load) // (
-        1 if is_own else groups.attention.size
-    )
+    alike = layer.dispatch("prefill", layer.options.is_sequence_parallel).alike
+    return as_collectives(group, "copies").all_reduce(load) // alike.size
 
 
 @torch.no_grad()

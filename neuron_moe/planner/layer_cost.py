@@ -23,11 +23,12 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.collective_times import ROW_BYTES, around_experts
-from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
-from neuron_moe.parallel.strategy import AFFINITY_BYTES, INDEX_BYTES, destinations
+from neuron_moe.dispatch.all_to_all import destinations
+from neuron_moe.dispatch.tokens import AFFINITY_BYTES, INDEX_BYTES
 from neuron_moe.paths import choose_path
+from neuron_moe.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.planner.collective_times import ROW_BYTES, around_experts
+from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
 
 
 @dataclass(frozen=True, slots=True)

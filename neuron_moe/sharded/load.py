@@ -39,7 +39,7 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import TorchCollectives
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.failure import gather_objects
-from neuron_moe.parallel.sharding import ModuleSharding, sharding_of
+from neuron_moe.sharded.sharding import ModuleSharding, sharding_of
 
 INDEX_NAME = "sharded.json"
 FORMAT_VERSION = 1

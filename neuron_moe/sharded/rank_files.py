@@ -14,8 +14,8 @@ from neuron_moe.checkpoint.reader import Checkpoint, open_checkpoint
 from neuron_moe.checkpoint.scaled import decode, expand_scales
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.parallel.load import INDEX_NAME, file_name, scales_of
-from neuron_moe.parallel.sharding import ModuleSharding, sharding_of
+from neuron_moe.sharded.load import INDEX_NAME, file_name, scales_of
+from neuron_moe.sharded.sharding import ModuleSharding, sharding_of
 
 
 @dataclass(frozen=True, slots=True)

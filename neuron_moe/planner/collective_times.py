@@ -6,8 +6,8 @@ between the parts of a layer; without it, as in decode, every rank holds all of 
 
 from dataclasses import dataclass
 
-from neuron_moe.parallel.planner.coefficients import Machine
-from neuron_moe.parallel.strategy import AFFINITY_BYTES, INDEX_BYTES
+from neuron_moe.dispatch.tokens import AFFINITY_BYTES, INDEX_BYTES
+from neuron_moe.planner.coefficients import Machine
 
 ROW_BYTES = 2  # of a bfloat16
 

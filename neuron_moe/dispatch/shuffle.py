@@ -4,15 +4,19 @@ Prompts of one kind prefer the same experts; after the shuffle every rank brings
 Outputs do not change, only who brings which token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from neuron_moe.dispatch.tokens import Choose, Dispatch, Entered, Settings, TokenBatch
 from neuron_moe.errors import check_positive_int
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, all_to_all_rows
-from neuron_moe.parallel.exchange import TokenBatch
+from neuron_moe.router import Routing
+from neuron_moe.router_losses import LossTokens
+from neuron_moe.shared_experts import SharedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,51 @@ class TokenShuffle:
         if mask is not None:
             flat = (mask.reshape(-1) != 0).to(torch.uint8)
             mask = self.group.all_to_all(flat[permutation_T], counts, counts)
-        return replace(batch, hidden_TH=hidden_TH, padding_mask=mask, batch_size=1), order
+        return batch._replace(hidden_TH=hidden_TH, padding_mask=mask, batch_size=1), order
 
     def back(self, x: Tensor, order: ShuffleOrder) -> Tensor:
         """Bring rows of shuffled tokens home."""
         return all_to_all_rows(self.group, x, order.counts, order.counts)[order.inverse_T]
+
+
+class Shuffled:
+    """A layout whose tokens are shuffled between ranks when they enter, and back when they leave.
+
+    Args:
+        layout: in between.
+        shuffle: of the tokens.
+    """
+
+    why_apart = "tokens are shuffled between ranks"
+
+    def __init__(self, layout: Dispatch, shuffle: TokenShuffle) -> None:
+        self.layout = layout
+        self.shuffle = shuffle
+        self.alike = layout.alike
+
+    def tokens(self, batch: TokenBatch, settings: Settings) -> TokenBatch:
+        """Settle the batch."""
+        return self.layout.tokens(batch, settings)
+
+    def enter(self, batch: TokenBatch, choose: Choose) -> Entered:
+        """Shuffle, and enter."""
+        batch, order = self.shuffle.forth(batch)
+        entered = self.layout.enter(batch, choose)
+        return entered._replace(trip=(order, entered.trip))
+
+    def leave(
+        self, partial_NH: Tensor, entered: Entered, shared: SharedExperts | None
+    ) -> tuple[Tensor, Routing | None]:
+        """Leave, and bring tokens home."""
+        order, trip = entered.trip
+        output_TH, routing = self.layout.leave(partial_NH, entered._replace(trip=trip), shared)
+        assert routing is not None
+        home = partial(self.shuffle.back, order=order)
+        return home(output_TH), Routing(*map(home, routing))
+
+    def loss_tokens(self, batch: TokenBatch) -> LossTokens:
+        """Return which tokens the own ones are, of no sequence."""
+        return self.layout.loss_tokens(batch)
 
 
 def build_shuffle(group_size: int, seed: int | None) -> TokenShuffle | None:

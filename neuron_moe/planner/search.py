@@ -5,18 +5,18 @@ from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor
 
-from neuron_moe.parallel.balance import (
+from neuron_moe.parallel.config import STRATEGIES, ParallelConfig, divisors
+from neuron_moe.parallel.placement import ExpertPlacement, place_experts
+from neuron_moe.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.planner.layer_cost import LayerCost, RoutedTokens, layer_cost
+from neuron_moe.planner.sizes import ModelSizes
+from neuron_moe.train.balance import (
     expert_load,
     skewed_trace,
     stretch_load,
     uniform_trace,
     zipf_trace,
 )
-from neuron_moe.parallel.config import STRATEGIES, ParallelConfig, divisors
-from neuron_moe.parallel.placement import ExpertPlacement, place_experts
-from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.layer_cost import LayerCost, RoutedTokens, layer_cost
-from neuron_moe.parallel.planner.sizes import ModelSizes
 
 MOST_EXTRA_EXPERTS = 0.125  # of the experts, as replicas
 PHASES = ("prefill", "decode")

@@ -1,21 +1,13 @@
-"""Bytes on the wire: counted as they pass, and the formulas they must equal.
+"""Bytes on the wire, counted as they pass; `neuron_moe.planner.wire` has the formulas.
 
-A rank's bytes are those it receives from other ranks, the least that any algorithm can do:
-
-    all_gather       (n - 1) / n of the result
-    reduce_scatter   (n - 1) / n of the input
-    all_reduce       twice that (a reduce-scatter and an all-gather)
-    all_to_all       the rows that come from other ranks
-
-`WireCounter` wraps any `Collectives`. `layer_bytes` gives the same numbers from sizes alone; tests
-hold one against the other, and `socket_bytes` against what the sockets really carried (gloo's
-reduce-scatter carries twice its formula: it is an all-reduce inside).
+`WireCounter` wraps any `Collectives`, and `socket_bytes` tells what the sockets really carried
+(gloo's reduce-scatter carries twice its formula: it is an all-reduce inside).
 """
 
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +16,6 @@ from torch import Tensor
 from neuron_moe.moe import MoE
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.parallel.groups import ExpertGroups
-from neuron_moe.parallel.strategy import AFFINITY_BYTES, INDEX_BYTES
 
 _TCP_INFO_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, linux/tcp.h
 
@@ -118,92 +109,10 @@ def count_wire(layer: MoE) -> WireTally:
             attention=wrap(groups.attention),
         )
 
-    layer.parallel.use_groups(
-        {phase: wrap_groups(groups) for phase, groups in layer.parallel.groups.items()}
-    )
+    layer.use_groups({phase: wrap_groups(groups) for phase, groups in layer.groups.items()})
     if layer.shared_experts is not None:
         layer.shared_experts.group = wrap(layer.shared_experts.group)
     return tally
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireSizes:
-    """What decides the bytes of one layer on one rank.
-
-    Args:
-        tokens: T of all ranks.
-        hidden_size: H.
-        top_k: K.
-        num_experts: E.
-        tp: ranks that split an expert.
-        ep: ranks that split the experts.
-        hidden_bytes: bytes of one hidden element on its way to the experts.
-        reduce_bytes: the same on the way back.
-    """
-
-    tokens: int
-    hidden_size: int
-    top_k: int
-    num_experts: int
-    tp: int
-    ep: int
-    hidden_bytes: int = 2
-    reduce_bytes: int = 2
-
-    @property
-    def ranks(self) -> int:
-        """W = tp * ep."""
-        return self.tp * self.ep
-
-    @property
-    def own_tokens(self) -> float:
-        """Tokens of one rank under sequence parallelism."""
-        return self.tokens / self.ranks
-
-
-def replicated_bytes(sizes: WireSizes) -> float:
-    """All tokens on all ranks before and after: one all-reduce of [T, H]."""
-    whole = sizes.tokens * sizes.hidden_size * sizes.reduce_bytes
-    return 2 * (sizes.ranks - 1) / sizes.ranks * whole
-
-
-def sequence_bytes(sizes: WireSizes) -> float:
-    """Sequence parallel replicate-and-reduce: gather rows and k-wide routings, reduce-scatter."""
-    routing = sizes.top_k * (INDEX_BYTES + AFFINITY_BYTES)
-    row = sizes.hidden_size * (sizes.hidden_bytes + sizes.reduce_bytes)
-    return (sizes.ranks - 1) * sizes.own_tokens * (row + routing)
-
-
-def naive_bytes(sizes: WireSizes) -> float:
-    """The same with E-wide float32 logits gathered in place of the k-wide routing."""
-    row = sizes.hidden_size * (sizes.hidden_bytes + sizes.reduce_bytes)
-    return (sizes.ranks - 1) * sizes.own_tokens * (row + sizes.num_experts * 4)
-
-
-def all_to_all_bytes(sizes: WireSizes, ranks_per_token: float, local_share: float = 0.0) -> float:
-    """Sequence parallel all-to-all: a row to each expert rank of a token, and back.
-
-    Args:
-        sizes: the layer.
-        ranks_per_token: mean number of expert parallel ranks a token goes to, its own included.
-        local_share: share of these rows that stay on their rank; 1 / ep on average.
-    """
-    routing = sizes.top_k * (INDEX_BYTES + AFFINITY_BYTES)
-    there = sizes.hidden_size * sizes.hidden_bytes + routing
-    back = sizes.hidden_size * sizes.reduce_bytes
-    rows = sizes.own_tokens * ranks_per_token
-    return rows * ((1 - local_share) + (sizes.tp - 1)) * (there + back)
-
-
-def expected_ranks_per_token(num_experts: int, top_k: int, ep: int) -> float:
-    """Return the mean number of distinct ranks that hold K experts drawn uniformly.
-
-    ep * (1 - C(E - E/ep, K) / C(E, K)): a rank is missed if none of the K is among its E/ep.
-    """
-    missed, per_rank = 1.0, num_experts // ep
-    for draw in range(top_k):
-        missed *= max(0, num_experts - per_rank - draw) / (num_experts - draw)
-    return ep * (1.0 - missed)
 
 
 def socket_bytes() -> int:
@@ -227,15 +136,3 @@ def _received(descriptor: int) -> int:
     with connection:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return int(struct.unpack_from("=Q", info, _TCP_INFO_BYTES_RECEIVED)[0])
-
-
-FORMULAS: dict[str, Callable[[WireSizes], float]] = {
-    "all-reduce": replicated_bytes,
-    "replicate": sequence_bytes,
-    "naive gather": naive_bytes,
-    "all-to-all": lambda sizes: all_to_all_bytes(
-        sizes,
-        expected_ranks_per_token(sizes.num_experts, sizes.top_k, sizes.ep),
-        1.0 / sizes.ep,
-    ),
-}

@@ -33,9 +33,56 @@ def sum_shared_gradients(model: nn.Module) -> None:
             _sum_over(group, [each for each in parameters if each.requires_grad])
 
 
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm over all ranks of the model is at most `max_norm`.
+
+    Between `sum_shared_gradients` and the optimizer's step, instead of
+    `torch.nn.utils.clip_grad_norm_`, which takes a rank's experts for all: ranks would scale what
+    they hold alike differently, and part. Collective over the ranks of each layer.
+
+    Args:
+        model: with MoE layers; other modules are the same on all ranks, or sharded by FSDP2.
+        max_norm: of all gradients as one vector.
+
+    Returns:
+        [] the norm before.
+    """
+    given = [each for each in model.parameters() if each.grad is not None]
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    split = {id(each): group for layer in layers for group, each in _held_apart(layer)}
+    sums: dict[int, tuple[Collectives | None, list[Tensor]]] = {}
+    for parameter in given:
+        assert parameter.grad is not None
+        wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+        square = torch.linalg.vector_norm(parameter.grad, dtype=wide).square()
+        group = split.get(id(parameter))
+        square = square.full_tensor() if isinstance(square, DTensor) else square
+        sums.setdefault(id(group), (group, []))[1].append(square)
+    parts = [(group, torch.stack(squares).sum()) for group, squares in sums.values()]
+    whole = [part if group is None else group.all_reduce(part) for group, part in parts]
+    norm = torch.stack(whole).sum().sqrt()
+    for parameter in given:
+        assert parameter.grad is not None
+        parameter.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _held_apart(layer: MoE) -> Iterator[tuple[Collectives, nn.Parameter]]:
+    """Yield what ranks have parts of, with the group over which the parts are a whole."""
+    groups = layer.groups["prefill"]
+    alike = {id(each) for _, parameters in _held_alike(layer) for each in parameters}
+    for parameter in layer.parameters():
+        if id(parameter) not in alike:
+            yield groups.model, parameter
+    bias_EH = layer.expert_mlps.mlp_op.down_proj.bias
+    if bias_EH is not None:
+        yield groups.ep, bias_EH
+
+
 def _held_alike(layer: MoE) -> Iterator[tuple[Collectives, list[nn.Parameter]]]:
     """Yield groups, and what their ranks hold alike."""
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     shared = layer.shared_experts
     alike = [*layer.router.parameters()]
     if layer.rmsnorm is not None:
@@ -78,7 +125,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _check(layer: MoE) -> None:
     experts, shared = layer.expert_mlps, layer.shared_experts
-    groups = layer.parallel.groups["prefill"]
+    groups = layer.groups["prefill"]
     if experts.num_physical != experts.spec.num_experts:
         raise ValueError(
             f"placement: {experts.num_physical - experts.spec.num_experts} experts are replicas,"

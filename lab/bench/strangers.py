@@ -1,0 +1,146 @@
+"""Kernels of public repositories on the simulator; tests/nki_sim/strangers.json has the outcomes.
+
+    python -m lab.bench.strangers --checkouts ~/src          # all of them in ~/src, by name
+    python -m lab.bench.strangers --checkouts ~/src --write  # keep what came out
+
+Each kernel runs unmodified, with every check that does not stop public kernels elsewhere (sums in
+PSUM that start without saying so are findings), on drawn inputs; what it returns is compared with a
+formula in float64. A case without a kernel is a script that judges itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import runpy
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from nki_sim.launch import TensorSpec
+from nki_sim.options import SimOptions
+from nki_sim.own_kernel import load_kernel, read_arguments, simulate
+
+Array = np.ndarray[Any, Any]
+LIST: Final = Path(__file__).parents[2] / "tests" / "nki_sim" / "strangers.json"
+_TOLERANCE: Final = 0.02  # of the largest element; the results are bfloat16
+
+
+def _norm(x: Array) -> Array:
+    normed: Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+    return normed
+
+
+def _moe_layer(x: Array, gamma: Array, router: Array, gate_up: Array, down: Array) -> Array:
+    """Return a decode step of Qwen3's MoE layer: norm, softmax, 8 experts, renormalised."""
+    rows = _norm(x.reshape(len(x), -1)) * gamma.reshape(-1)
+    chances = np.exp(rows @ router)
+    out = np.zeros_like(rows)
+    for row, chance, result in zip(rows, chances, out, strict=True):
+        chosen = np.argsort(-chance)[:8]
+        for expert in chosen:
+            gate, up = np.split(row @ gate_up[expert], 2)
+            value = gate / (1 + np.exp(-gate)) * up
+            result += chance[expert] / chance[chosen].sum() * (value @ down[expert])
+    return out
+
+
+FORMULAS: Final[dict[str, Callable[..., Array]]] = {
+    "lhsT @ rhs": lambda lhs, rhs: lhs.T @ rhs,
+    "lhs @ rhs": lambda lhs, rhs: lhs @ rhs,
+    "rmsnorm(lhs) @ rhs": lambda lhs, rhs: _norm(lhs) @ rhs,
+    "lhs + rhs": lambda lhs, rhs: lhs + rhs,
+    "moe layer": _moe_layer,
+}
+
+
+def _drawn(spec: Any, seed: int) -> Any:
+    """Return normal numbers, smaller by the square root of the rows."""
+    if not isinstance(spec, TensorSpec):
+        return spec
+    numbers = np.random.default_rng(seed).standard_normal(spec.shape, np.float32)
+    numbers /= np.sqrt(spec.shape[-2]) if len(spec.shape) > 1 else 1
+    return numbers.astype(spec.dtype.numpy)
+
+
+def _run_kernel(case: dict[str, Any], root: Path) -> str:
+    kernel = load_kernel(f"{root / case['file']}:{case['kernel']}")
+    given = [_drawn(spec, k) for k, spec in enumerate(read_arguments(case["arguments"])[0])]
+    options = SimOptions(accumulate="report", nki=case.get("nki", "0.7"))
+    run = simulate(kernel, (given, {}), case.get("lnc"), options)
+    if "formula" not in case:
+        return "runs"
+    arrays = [x.astype(np.float64) for x in given if isinstance(x, np.ndarray)]
+    wanted = FORMULAS[case["formula"]](*arrays)
+    got = np.asarray(run.outputs).astype(np.float64).reshape(wanted.shape)
+    error = float(np.abs(got - wanted).max() / np.abs(wanted).max())
+    return "right" if error < _TOLERANCE else f"wrong: off by {error:.1%} of the largest element"
+
+
+def _run_script(case: dict[str, Any], root: Path) -> str:
+    """Run a script that prints `pass? True` for each comparison; a CPU stands for its device."""
+    device = types.ModuleType("torch_xla")
+    device.__dict__["device"] = lambda: torch.device("cpu")
+    sys.modules["torch_xla"] = device
+    path = root / case["file"]
+    sys.path.insert(0, str(path.parent))
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        del sys.modules["torch_xla"]
+    passed, failed = (said.getvalue().count(f"pass? {each}") for each in (True, False))
+    return "right" if passed and not failed else f"wrong: {failed} of {passed + failed} comparisons"
+
+
+def run_case(case: dict[str, Any], checkouts: Path) -> str:
+    """Return how a case ends: right, runs, or what is wrong or refused in one sentence."""
+    root = (checkouts / case["source"]).resolve()
+    sys.path[:0] = [str(checkouts / each) for each in case.get("path", [])]
+    try:
+        return _run_kernel(case, root) if "kernel" in case else _run_script(case, root)
+    except Exception as error:  # noqa: BLE001  theirs may raise anything; the list keeps it
+        text = re.sub(rf"{re.escape(str(root))}/", "", str(error))
+        return f"refused: {text}"[:400]
+    finally:
+        del sys.path[: len(case.get("path", []))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the list; return 1 if a case ended otherwise than it says."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--checkouts", type=Path, required=True, help="folder of the repositories")
+    parser.add_argument("--write", action="store_true", help="keep the outcomes in the list")
+    parser.add_argument("-k", default="", help="only cases whose file or kernel has this in it")
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    content = json.loads(LIST.read_text())
+    changed = 0
+    for case in content["cases"]:
+        name = f"{case['source']}/{case['file']}:{case.get('kernel', '')}"
+        if args.k not in name:
+            continue
+        outcome = run_case(case, args.checkouts.resolve())
+        changed += outcome != case.get("outcome")
+        print(f"{name}\n    {outcome}", flush=True)
+        case["outcome"] = outcome
+    if args.write:
+        lines = ",\n".join(map(json.dumps, content["cases"]))
+        sources = json.dumps(content["sources"], indent=1)
+        LIST.write_text(f'{{\n"sources": {sources},\n"cases": [\n{lines}\n]\n}}\n')
+    print(f"{changed} cases changed")
+    return int(bool(changed) and not args.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Losses of the shipped tiny model while it is fine-tuned by our experts and by transformers' own.
+
+    python -m lab.train.curves    # writes docs/results/train_curves.json
+
+Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
+save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lab.train.train import Run, build_model, draw_batch, read_tokens
+from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
+from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.condensed import condense
+from neuron_moe.transformers_experts import register_experts
+
+RESULT = Path("docs/results/train_curves.json")
+_RATE = 1e-4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train every way, write the curves; return the exit status."""
+    parser = Parser("curves", __doc__)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args(argv)
+    found = curves(args.steps)
+    exact = found["transformers"]
+    for name, losses in found.items():
+        apart = max(abs(one - other) for one, other in zip(losses, exact, strict=True))
+        print(f"{name:32} {losses[0]:.6f} -> {losses[-1]:.6f}, at most {apart:.1e} apart")
+    note = "measured on a CPU in float32 by: python -m lab.train.curves"
+    args.out.write_text(condense({"note": note, "rate": _RATE, "losses": found}))
+    return 0
+
+
+def curves(steps: int) -> dict[str, list[float]]:
+    """Return the loss of each step of every way to train."""
+    folder = checkpoint_folder(TINY_NAME)
+    run = Run(folder=folder, texts=folder / "heldout.jsonl", out=folder, steps=steps, rate=_RATE)
+    tokens = read_tokens(run.folder, run.texts)
+    return {
+        name: [round(loss, 7) for loss in _train(build(run), run, tokens)]
+        for name, build in WAYS.items()
+    }
+
+
+def _ours(save_percent: int) -> Callable[[Run], nn.Module]:
+    def build(run: Run) -> nn.Module:
+        return build_model(
+            Run(folder=run.folder, texts=run.texts, out=run.out, save_percent=save_percent)
+        )
+
+    return build
+
+
+def _theirs(implementation: Callable[[], str]) -> Callable[[Run], nn.Module]:
+    def build(run: Run) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
+        model.set_experts_implementation(implementation())
+        trained: nn.Module = model.train()
+        return trained
+
+    return build
+
+
+def _train(model: nn.Module, run: Run, tokens: Tensor) -> Iterator[float]:
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=run.rate, weight_decay=0.0
+    )
+    for step in range(run.steps):
+        batch = draw_batch(run, tokens, step)
+        optimizer.zero_grad()
+        output = model(batch[:, :-1])
+        logits = output if isinstance(output, Tensor) else output.logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        yield float(loss.detach())
+
+
+WAYS: dict[str, Callable[[Run], nn.Module]] = {
+    "transformers": _theirs(lambda: "eager"),
+    "transformers, save_percent=0": _theirs(lambda: register_experts(save_percent=0)),
+    "ours, save_percent=0": _ours(0),
+    "ours, save_percent=100": _ours(100),
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

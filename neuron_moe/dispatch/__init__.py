@@ -1,0 +1,23 @@
+"""How tokens meet the experts and come home: one object a layout, three calls each.
+
+`tokens` settles how many tokens the ranks hold together, `enter` brings those that this rank routes
+to the ranks of their experts, `leave` brings results home and adds them up. Between the last two
+the experts see rows and k-wide choices, and know nothing of ranks.
+
+| layout | enter | leave | a token travels, each way |
+| --- | --- | --- | --- |
+| Local | nothing | nothing | not at all |
+| Replicate | all-gather of rows and choices | reduce-scatter, all-reduce | to every rank |
+| AllToAll | rows to ranks with a chosen expert | all-to-all back | to these ranks, once each |
+
+`Shuffled` stands around one of them. What is added up before a sum over ranks counts once in total:
+each routed expert is on one expert-parallel rank (or its tokens take turns between replicas), its
+slices on the tensor parallel ranks, its down bias is divided by them, and shared experts are either
+sliced over the ranks that are summed or computed for a share of the tokens.
+"""
+
+from neuron_moe.dispatch.build import build_dispatches
+from neuron_moe.dispatch.shuffle import TokenShuffle
+from neuron_moe.dispatch.tokens import Dispatch, Entered, Own, Rows, TokenBatch
+
+__all__ = ["Dispatch", "Entered", "Own", "Rows", "TokenBatch", "TokenShuffle", "build_dispatches"]

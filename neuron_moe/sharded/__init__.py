@@ -1,0 +1,1 @@
+"""What of a model each rank holds, and files of ranks."""

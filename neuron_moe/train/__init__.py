@@ -1,0 +1,1 @@
+"""What training adds to a layer: balance, gradients of what ranks share, distributed state."""
