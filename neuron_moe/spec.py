@@ -309,7 +309,7 @@ class Tuning:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
         check_choice("missing", self.missing, MISSING)
-        self._check_tuned(open_features(self.features))
+        open_features(self.features)
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
         percent = self.save_percent
         if percent is not None and (isinstance(percent, bool) or percent not in range(101)):
@@ -322,16 +322,6 @@ class Tuning:
     def opened(self) -> frozenset[str]:
         """Which of FEATURES plans may use."""
         return open_features(self.features)
-
-    def _check_tuned(self, opened: frozenset[str]) -> None:
-        """Raise ValueError for a tuned plan that uses what may not be used."""
-        for each in self.tuned.prefill:
-            if each.turns == "dma" and "turning gathers" not in opened:
-                raise ValueError(
-                    f"features={self.features!r} beside a plan tuned for {each.tokens} tokens with"
-                    f" turns={each.turns!r}, of which no public kernel has a"
-                    " precedent. Tune with --features safe, or leave out the plan."
-                )
 
     def __str__(self) -> str:
         halves = ", in halves" if self.in_halves else ""

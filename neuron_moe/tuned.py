@@ -15,7 +15,6 @@ DECODE_MODES = ("selective", "all_experts")
 SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
 LOOP_PLANS = ("sorted", "dynamic", "static")
 _WEIGHTS = ("plain", "by parts")
-_TURNS = ("tensor", "dma")
 _RecordT = TypeVar("_RecordT")
 
 
@@ -30,11 +29,9 @@ class TunedPrefill:
         visit: most row tiles that share one load of weights.
         loaded_parts: in how many parts gate and up, and down weights of an expert are loaded.
         weight_buffers: parts of each on chip at once.
-        turns: who transposes rows: tensor or dma.
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
         hidden_parts: in how many parts of the hidden axis each part of gate and up is loaded.
         tells_short: whether last row tiles that are at most half full are computed by half.
-        is_eager: weights are asked for as soon as their buffer is free, a visit earlier.
 
     Raises:
         ValueError: a value that no kernel has.
@@ -47,20 +44,17 @@ class TunedPrefill:
     visit: int
     loaded_parts: tuple[int, int]
     weight_buffers: int
-    turns: str
     weights: str
     hidden_parts: int = 1
     tells_short: bool = False
-    is_eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "block_size", "visit", "weight_buffers", "hidden_parts"):
             check_positive_int(name, getattr(self, name))
         check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
-        check_choice("turns", self.turns, _TURNS)
         check_choice("weights", self.weights, _WEIGHTS)
-        check_bools(self, ["tells_short", "is_eager"])
+        check_bools(self, ["tells_short"])
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "TunedPrefill":
@@ -76,12 +70,10 @@ class TunedPrefill:
         parts = "whole" if self.loaded_parts == (1, 1) else f"in {self.loaded_parts} parts"
         if self.hidden_parts > 1:
             parts += f", gate and up in {self.hidden_parts} of the hidden axis,"
-        early = " early" if self.is_eager else ""
         return (
             f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles"
             f"{', short ones told apart,' if self.tells_short else ','}"
-            f" {self.weights} weights loaded{early} {parts} into {self.weight_buffers} buffer(s),"
-            f" rows turned by {self.turns}"
+            f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s)"
         )
 
 

@@ -13,7 +13,6 @@ from neuron_moe.errors import check_choice
 PROBES: Final = {
     "loads for the next trip": ("loads for the next trip",),
     "sums over trips": ("PSUM sums over dynamic trips", "loops in a row"),
-    "turning gathers": ("gathers that transpose", "gathers that transpose and skip"),
 }
 FEATURES: Final = frozenset(PROBES)
 

@@ -45,12 +45,6 @@ def tile_axis(size: int) -> AxisTiles:
     return AxisTiles(size, PARTITIONS, fewest, size - (fewest - 1) * PARTITIONS, False)
 
 
-def tile_axis_evenly(size: int) -> AxisTiles:
-    """Cut an axis into equal tiles of consecutive elements; see `is_even` for whether one can."""
-    axis = tile_axis(size)
-    return AxisTiles(size, axis.rows, axis.count, axis.rows, False)
-
-
 def tile_axis_in_fours(size: int, most_rows: int = PARTITIONS) -> AxisTiles:
     """Cut an axis into tiles of which four alternate: 4 consecutive elements are one MX word.
 
@@ -62,9 +56,3 @@ def tile_axis_in_fours(size: int, most_rows: int = PARTITIONS) -> AxisTiles:
     fours = -(-words // most_rows)
     rows = min(words, most_rows)
     return AxisTiles(size, rows, 4 * fours, words - (fours - 1) * rows, False, 4)
-
-
-def is_even(size: int) -> bool:
-    """Whether `tile_axis` finds tiles of equal size."""
-    axis = tile_axis(size)
-    return axis.rows * axis.count == size

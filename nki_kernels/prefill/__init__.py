@@ -12,8 +12,6 @@ from nki_kernels.prefill.candidates import (
     Expected,
     Search,
     best_candidate,
-    by_loss,
-    estimate_us,
     expect_tokens,
     rank_candidates,
 )
@@ -36,6 +34,7 @@ from nki_kernels.prefill.kernel import blockwise_moe
 from nki_kernels.prefill.operands import check_blockwise_moe, matrix_shapes
 from nki_kernels.prefill.options import best_parts, make_config, visits_of
 from nki_kernels.prefill.reference import blockwise_moe_ref
+from nki_kernels.prefill.roofline import estimate_us
 
 __all__ = [
     "BLOCK_SIZES",
@@ -51,7 +50,6 @@ __all__ = [
     "best_parts",
     "blockwise_moe",
     "blockwise_moe_ref",
-    "by_loss",
     "check_blockwise_moe",
     "cost_blockwise_moe",
     "estimate_us",

@@ -18,7 +18,7 @@ from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.mx import bias_tile
-from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_missing
+from nki_kernels.common.tiles import keep_below, load_table, make_tiles
 from nki_kernels.common.visits import number_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
@@ -33,11 +33,9 @@ from nki_kernels.prefill.config import (
     largest_visit_of,
     mx_form,
     no_piece,
-    scales_late,
     stored_rows,
     stores_pieces,
     trip_pairs,
-    visits_ahead,
 )
 from nki_kernels.prefill.memory import row_table, visit_table, weight_table
 
@@ -123,8 +121,6 @@ class Buffers(NKIObject):
     ids: list[nl.NkiTensor]
     first_ids: list[nl.NkiTensor]
     scale: list[nl.NkiTensor]
-    wide_scale: list[nl.NkiTensor]
-    in_tile: list[nl.NkiTensor]
     out_tile: list[nl.NkiTensor]
     out_row: list[nl.NkiTensor]
     out_scale: list[nl.NkiTensor]
@@ -231,8 +227,6 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         ids=_by_visit(config, ids),
         first_ids=allocate(v.first_ids),
         scale=scales,
-        wide_scale=allocate(r.wide_scale),
-        in_tile=allocate(v.in_tile),
         out_tile=_by_visit(config, out_tile),
         out_row=_by_visit(config, out_row),
         out_scale=scales if is_alone(config.loop) else allocate(v.out_scale),
@@ -324,34 +318,26 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     nisa.dma_copy(
         dst=b.tile_table, src=lists.visit_tile[lists.lane : lists.lane + 1, 0:num_visits, 0:largest]
     )
-    for in_tile in b.in_tile:
-        nisa.tensor_copy(
-            dst=in_tile, src=b.tile_table[0:1, 0, 0:largest], engine=nisa.engine.gpsimd
-        )
-        if config.loop.missing == "spare":
-            keep_below(in_tile, config.num_tiles)
     if config.loop.missing == "spare":
         # The lane's spare tile of the output stands for none.
         keep_below(b.tile_table, config.num_tiles + lists.lane + 1)
-    for scale_sb in b.wide_scale:
-        nisa.memset(dst=scale_sb, value=0.0, engine=nisa.engine.gpsimd)
     nisa.memset(dst=b.counter, value=0)
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
     for zeros_sb in b.zeros:
         nisa.memset(dst=zeros_sb, value=0.0)
-    _clear_rows(config, b)
+    _clear_rows(b)
     if is_mx(config):
         _clear_fours(config, b)
 
 
-def _clear_rows(config: PrefillConfig, b: Buffers) -> None:
+def _clear_rows(b: Buffers) -> None:
     """Clear places of gathered rows.
 
     Rows of padding keep what they had; it must be a number, though no one reads the result.
     """
-    for gathered_sb in b.turned if config.loop.turns == "dma" else b.rows:
+    for gathered_sb in b.rows:
         nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)
 
 
@@ -369,7 +355,9 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     if is_alone(config.loop):
         return
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
-    for s in range(visits_ahead(config.loop, config.loop.out_parts)):
+    loop = config.loop
+    ahead = 1 if config.shard.splits_h else -(-loop.weight_buffers // loop.out_parts)
+    for s in range(ahead):
         _follow(b.expert_out[s], b.expert[s], last_sb)
 
 
@@ -435,7 +423,7 @@ def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         nisa.core_barrier(lists.slot_scale, (0, 1))
     if has_scale_table(config):
         _fill_scales(config, b, lists, 0, first_entries(config))
-    if config.scaling == "pre" and not scales_late(config):
+    if config.scaling == "pre":
         R, G = config.tile_rows, largest_visit_of(config)
         for s in range(2):
             nisa.tensor_copy(
@@ -626,7 +614,7 @@ def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     _fetch(config, b.ids[s], b.id_table, wide, b.ahead)
-    if config.scaling == "pre" and not scales_late(config):
+    if config.scaling == "pre":
         _fetch(config, b.scale[s], b.scale_table[0], wide, b.ahead)
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
 
@@ -638,30 +626,8 @@ def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
     _fetch(config, b.first_ids[s], b.id_table, first, b.ahead)
 
 
-def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, size: int) -> None:
-    """Load the scales of the next visit's tokens, the same row for every partition.
-
-    After the last use of this visit's, and ahead of the next weights, behind which they would wait.
-    """
-    R, rows = config.tile_rows, config.i_axis.rows
-    for j in range(size):
-        nisa.dma_copy(
-            dst=b.wide_scale[j],
-            src=x.slot_scale.reshape((config.num_tiles, R)).ap(
-                [[0, rows], [1, R]],
-                scalar_offset=b.in_tile[0][0:1, j : j + 1],
-                indirect_dim=0,
-            ),
-            oob_mode=when_missing(config.loop.missing == "skip"),
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.scalar,
-        )
-
-
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch the row tiles that this visit writes, step the counter, and fetch those that the next
-    visit loads late scales for.
-    """
+    """Fetch the row tiles that this visit writes, and step the counter."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     single = [[num_visits * largest, 1], [1, largest]]
@@ -676,10 +642,6 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     if config.scaling == "post":
         _fetch(config, b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
-    for in_tile in b.in_tile:
-        _fetch(config, in_tile, b.tile_table, single, b.counter)
-        if config.loop.missing == "spare":
-            keep_below(in_tile, config.num_tiles)
     # The down weights of the next visit are asked for while its other parts are still in use.
     _fetch(config, b.expert_out[1 - s], b.expert_table, [[num_visits, 1], [1, 1]], b.counter)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
+from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
@@ -75,9 +75,7 @@ class LoopFit(NKIObject):
     in_parts: int
     out_parts: int
     weight_buffers: int
-    turns: str
     h_parts: int = 1
-    is_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,7 @@ class PlanRequest(NKIObject):
             weight buffer.
         weight_parts: in how many parts gate and up, and down weights lie in HBM, from
             weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
-        turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
-            the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
-        tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of the slots.
         fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
             compiler that does not let engines (dma).
         fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
@@ -115,9 +110,7 @@ class PlanRequest(NKIObject):
     in_halves: bool = False
     skip_weights: bool = False
     weight_parts: tuple[int, int] | None = None
-    turns: str = "auto"
     largest_visit: int = MOST_TILES
-    tiles_per_expert: float = 0.0
     fetches: str = "copy"
     fit: LoopFit | None = None
     missing: str = "skip"
@@ -154,16 +147,14 @@ class LoopPlan(NKIObject):
     see weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
     `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
-    reverse. `is_eager`: a part is asked for as soon as its buffer is free, see `parts_ahead`.
+    reverse. A part is asked for as soon as its buffer is free.
     `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn. With two
     `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
-    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. `turns` is who
-    transposes the gathered rows: the tensor engine, or the gather itself ("dma"), which then wants
-    rows of weights that lie further apart. Where rows are stored, `piece_rows` that follow one
-    another are stored together if one of them holds a token. `fetches` is who copies entries of
-    tables, `missing` what stands for nothing. `trips` is whether a trip loads for the next one; if
-    not, it has `pairs` of visits, a power of two, and what is left of a class makes trips of half
-    as many, and so on.
+    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. Where rows
+    are stored, `piece_rows` that follow one another are stored together if one of them holds a
+    token. `fetches` is who copies entries of tables, `missing` what stands for nothing. `trips` is
+    whether a trip loads for the next one; if not, it has `pairs` of visits, a power of two, and
+    what is left of a class makes trips of half as many, and so on.
     """
 
     classes: tuple[int, ...]
@@ -177,12 +168,10 @@ class LoopPlan(NKIObject):
     out_parts: int
     row_buffers: int
     outer_buffers: int
-    turns: str
     fetches: str = "copy"
     missing: str = "skip"
     first_buffers: int = 1
     h_parts: int = 1
-    is_eager: bool = False
     piece_rows: int = 1
     trips: str = "ahead"
     pairs: int = 1
@@ -264,9 +253,7 @@ def fit_of(loop: LoopPlan) -> LoopFit:
         loop.in_parts,
         loop.out_parts,
         loop.weight_buffers,
-        loop.turns,
         loop.h_parts,
-        loop.is_eager,
     )
 
 
@@ -386,18 +373,9 @@ def share_of(config: PrefillConfig, core: int) -> Share:
     return Share(0, 0, 0, True)
 
 
-def scales_late(config: PrefillConfig) -> bool:
-    """Whether pre-scaling is done after the projections, which are linear, and before the biases.
-
-    Rows that the gather turned have their tokens on the free axis, so that a token's scale is no
-    longer one number per partition.
-    """
-    return config.scaling == "pre" and config.loop.turns == "dma"
-
-
 def has_scale_table(config: PrefillConfig) -> bool:
     """Whether the scales of a row tile are kept as one number per partition."""
-    return config.scaling != "none" and not scales_late(config)
+    return config.scaling != "none"
 
 
 def first_entries(config: PrefillConfig) -> int:
@@ -413,28 +391,6 @@ def first_tiles(config: PrefillConfig) -> int:
     item = ITEM_BYTES[config.weight_format]
     tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
     return min(part_tiles(config), -(-_FIRST_BYTES // tile_bytes))
-
-
-def parts_ahead(loop: LoopPlan, parts: int) -> int:
-    """Return how many parts ahead of its use a part of the weights is asked for.
-
-    With more parts than buffers, or if the plan says so, what follows in the buffer of a part that
-    was used: transfers never wait for the next trip to begin, but rows stand behind more weights.
-    Else the next part, which loads beside the products of this one where there are two buffers.
-    """
-    return loop.weight_buffers if parts > loop.weight_buffers or loop.is_eager else 1
-
-
-def visits_ahead(loop: LoopPlan, parts: int) -> int:
-    """Return how many visits ahead the weights are asked for, at most, that come in such parts."""
-    return -(-parts_ahead(loop, parts) // parts)
-
-
-def may_be_eager(config: PrefillConfig) -> bool:
-    """Whether some weights can be asked for earlier than they are if the plan does not say so."""
-    loop, buffers = config.loop, config.loop.weight_buffers
-    fewest = min(loop.in_parts * loop.h_parts, loop.out_parts)
-    return buffers > 1 and fewest <= buffers and not config.shard.splits_h
 
 
 def stores_pieces(config: PrefillConfig) -> bool:
@@ -486,5 +442,4 @@ def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:
         form = mx_form(replace(config, loop=loop))
         return replace(config, loop=loop, h_axis=form.h_axis, i_axis=form.i_axis)
     width, depth = core_width(config), core_depth(config) // loop.in_parts
-    h_axis = tile_axis_evenly(width) if loop.turns == "dma" else tile_axis(width)
-    return replace(config, loop=loop, h_axis=h_axis, i_axis=tile_axis(depth))
+    return replace(config, loop=loop, h_axis=tile_axis(width), i_axis=tile_axis(depth))

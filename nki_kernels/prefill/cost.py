@@ -20,7 +20,6 @@ from nki_kernels.prefill.config import (
     is_mx,
     largest_visit_of,
     mx_form,
-    scales_late,
     stored_rows,
     stores_pieces,
 )
@@ -120,8 +119,6 @@ def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints, tables: i
     words += tables * (entries + known * config.tile_rows)
     if config.stores == "rows" and not stores_pieces(config):
         words += config.tile_rows * entries
-    if scales_late(config):
-        words += known * config.i_axis.rows * config.tile_rows
     return words * _INT32_BYTES
 
 
@@ -129,14 +126,13 @@ def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -
     """Return the columns that stream through the tensor engine of a core."""
     H, loop = core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
-    turn = 0 if loop.turns == "dma" else depth  # for each row
     deep = config.h_axis.group  # elements that a matmul adds up on a partition
-    row = depth * num_projections(config.formula) * i_count // deep + turn
+    row = depth * num_projections(config.formula) * i_count // deep + depth
     tile = i_count * H // deep
     if config.formula.has_down_bias and not bias_is_inside(config):
         tile += H
     trips = _trips(config, lists)
-    total = turn * config.tile_rows
+    total = depth * config.tile_rows
     for sizes, count in trips:
         for size in sizes:
             rows = sum(computed_rows(config, size, j) for j in range(tiles_of(size)))

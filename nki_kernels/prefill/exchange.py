@@ -23,13 +23,12 @@ from nki_kernels.common.tiles import copy_alternating, rows_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Operands,
-    load_late_scales,
     look_ahead,
     look_at_expert,
     look_at_outputs,
     visit_after,
 )
-from nki_kernels.prefill.config import PrefillConfig, Share, is_alone, scales_late
+from nki_kernels.prefill.config import PrefillConfig, Share, is_alone
 from nki_kernels.prefill.loads import (
     gather_after,
     gather_early,
@@ -88,8 +87,6 @@ def run_two_visits(
         prepare_part(config, b, s)
         for j in range(sizes[s]):
             _add_up(config, b, visit, j)
-        if scales_late(config):
-            load_late_scales(config, b, x, sizes[1 - s])
         # Biases and scales of this visit are used up.
         ahead = visit_after(b, visit, 2)
         if ahead >= 0:
@@ -116,7 +113,6 @@ def _go_in_apart(
     following, ahead = visit_after(b, s, 1), visit_after(b, s, 2)
     size, next_size = sizes[s % 2], sizes[1 - s % 2] if following >= 0 else 0
     last = config.i_axis.count - 1
-    by_dma = config.loop.turns == "dma"
     gather_early(config, b, x, share, s)
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, following, j)
@@ -125,11 +121,8 @@ def _go_in_apart(
             _multiply_apart(config, b, s, j, tile)
         if j + 1 < size:
             turn_rows(config, b, s, j + 1, config.tile_rows)
-            if not by_dma:
-                gather_after(config, b, x, share, s, j + 1, size, next_size)
+            gather_after(config, b, x, share, s, j + 1, size, next_size)
         _multiply_apart(config, b, s, j, last)
-        if by_dma and j > 0:
-            gather_after(config, b, x, share, s, j, size, next_size)
         _exchange(config, b, s, j)
     if following >= 0:
         turn_rows(config, b, following, 0, config.tile_rows)

@@ -64,7 +64,6 @@ from nki_kernels.prefill.buffers import (
     fill_first,
     fill_later,
     fill_rest,
-    load_late_scales,
     look_ahead,
     look_at_expert,
     look_at_outputs,
@@ -84,8 +83,6 @@ from nki_kernels.prefill.config import (
     num_partials,
     output_tiles,
     part_tiles,
-    parts_ahead,
-    scales_late,
     share_of,
     trip_pairs,
 )
@@ -248,12 +245,12 @@ def _start_trip(
     if config.shard.splits_h:
         start_apart(config, b, x, share)
     else:
-        for step in range(parts_ahead(loop, loop.in_parts * loop.h_parts)):
+        for step in range(loop.weight_buffers):
             _load_step(config, b, x, share, 0, step)
     if loop.first_buffers == 2:
         gather_rows(config, b, x, share, 1, 0)
     if not config.shard.splits_h:
-        for part in range(parts_ahead(loop, loop.out_parts)):
+        for part in range(loop.weight_buffers):
             _load_part(config, b, x, share, 0, part)
     for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
         gather_rows(config, b, x, share, 0, j)
@@ -310,15 +307,13 @@ def _start_pipeline(
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
     start_scales(config, b, lists)
-    if scales_late(config):
-        load_late_scales(config, b, x, len(b.wide_scale))
     first_id = b.ids[0][0:1, 0:1]
     start_expert(b, 0, first_id)
     # A long visit that has its weights waits for rows alone: the next one's weights come behind.
     is_long = weights.is_loaded and config.loop.row_buffers > 2
-    start_expert(b, 1, first_row(config, b) if is_long else first_id)
+    start_expert(b, 1, first_row(b) if is_long else first_id)
     # Once turned, a single buffer of first tiles is free for that of visit 1.
-    waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
+    waits = config.loop.first_buffers == 1
     if not waits:
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
@@ -336,10 +331,10 @@ def _start_pipeline(
             elif early < count:
                 load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
         loop = config.loop
-        for step in range(steps, parts_ahead(loop, loop.in_parts * loop.h_parts)):
+        for step in range(steps, loop.weight_buffers):
             _load_step(config, b, x, share, 0, step)
         fill_later(config, b, weights, lists)
-        for part in range(parts, parts_ahead(loop, loop.out_parts)):
+        for part in range(parts, loop.weight_buffers):
             _load_part(config, b, x, share, 0, part)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
@@ -394,7 +389,6 @@ def _go_in(
     loop, size = config.loop, tiles_of(halves)
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
     last = config.i_axis.count - 1
-    by_dma = loop.turns == "dma"
     steps = parts * h_parts
     for step in range(steps):
         part, h_part = step // h_parts, step % h_parts
@@ -410,19 +404,11 @@ def _go_in(
             # that copy it are done when its own products begin.
             if step == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1, computed_rows(config, halves, j + 1))
-                if not by_dma:
-                    gather_after(config, b, x, share, s, j + 1, size, next_size)
+                gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, beside, s, j, part, h_part, last, rows)
-            if by_dma and 0 < j < size - 1:
-                gather_after(config, b, x, share, s, j, size, next_size)
-        if scales_late(config):  # whose gate and up weights are one part
-            load_late_scales(config, b, x, next_size)
         if step == steps - 1 and not is_alone(loop):
             look_at_expert(config, b, s)
-        _load_step(config, b, x, share, s, step + parts_ahead(loop, steps))
-        # The next visit needs these weights before it needs the rows of a tile beyond its first.
-        if by_dma and size > 1:
-            gather_after(config, b, x, share, s, size - 1, size, next_size)
+        _load_step(config, b, x, share, s, step + loop.weight_buffers)
 
 
 def _go_out(
@@ -443,7 +429,7 @@ def _go_out(
             project_out(config, b, s, j, part, share.adds_bias, outer, rows)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer, rows)
-        _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))
+        _load_part(config, b, x, share, s, part + config.loop.weight_buffers)
 
 
 def _load_step(

@@ -76,19 +76,6 @@ def _gather(
 ) -> None:
     """Gather the rows of a row tile by their [R, 1] ids."""
     R, H, width = config.tile_rows, config.H, core_width(config)
-    if config.loop.turns == "dma":
-        rows, count = config.h_axis.rows, config.h_axis.count
-        nisa.dma_transpose(
-            dst=b.turned[turned_buffer(config, s, j)].reshape((rows, count, 1, R)),
-            src=x.hidden.ap(
-                [[H, R], [rows, count], [rows, 1], [1, rows]],
-                offset=share.h_first,
-                vector_offset=ids_sb.view(nl.uint32),  # as the instruction's page has them
-            ),
-            oob_mode=when_missing(config.loop.missing == "skip"),
-            dge_mode=nisa.dge_mode.swdge,
-        )
-        return
     nisa.dma_copy(
         dst=b.rows[row_buffer(config, s, j)],
         src=x.hidden.ap([[H, R], [1, width]], offset=share.h_first, vector_offset=ids_sb),
@@ -97,10 +84,8 @@ def _gather(
     )
 
 
-def first_row(config: PrefillConfig, b: Buffers) -> nl.NkiTensor:
+def first_row(b: Buffers) -> nl.NkiTensor:
     """Return an element of the rows that visit 0 needs first, [1, 1], as an integer."""
-    if config.loop.turns == "dma":
-        return b.turned[0].view(nl.int16)[0:1, 0, 0:1]
     return b.rows[0].view(nl.int16)[0:1, 0:1]
 
 
@@ -134,14 +119,10 @@ def gather_after(
         gather_rows(config, b, x, share, following, 1 + ring_place(config, j))
 
 
-def turned_buffer(config: PrefillConfig, s: int, j: int) -> int:
-    """Return which buffer of turned rows tile j of a visit uses.
-
-    Turned by the tensor engine: two in turn, or all if they are used again. By the gather: the
-    first tile of two visits and a ring of the others, which are loaded ahead.
+def turned_buffer(config: PrefillConfig, j: int) -> int:
+    """Return which buffer of turned rows tile j of a visit uses: two in turn, or all of them where
+    they are used again.
     """
-    if config.loop.turns == "dma":
-        return s if j == 0 else 2 + ring_place(config, j)
     return j if loads_in_parts(config.loop) else j % 2
 
 

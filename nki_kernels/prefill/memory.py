@@ -29,9 +29,7 @@ from nki_kernels.prefill.config import (
     mx_form,
     num_visits,
     part_tiles,
-    parts_ahead,
     row_places,
-    scales_late,
     stored_rows,
     stores_pieces,
     trip_pairs,
@@ -72,7 +70,6 @@ class _RowTable(NamedTuple):
     outer: Tiles  # what waits to be stored
     gate: Tiles  # scratch of the projections
     up: Tiles
-    wide_scale: Tiles  # affinities of turned rows, the same row on all partitions
 
 
 class _VisitTable(NamedTuple):
@@ -91,7 +88,6 @@ class _VisitTable(NamedTuple):
     ids: Tiles
     first_ids: Tiles  # of the first row tile of the visit two ahead
     scale: Tiles
-    in_tile: Tiles
     out_tile: Tiles
     out_row: Tiles
     out_scale: Tiles
@@ -144,8 +140,6 @@ def row_table(config: PrefillConfig) -> _RowTable:
     # Two visits are in flight where the cores exchange their projections.
     apart = 2 * largest if config.shard.splits_h else 0
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
-    late = largest if scales_late(config) else 0
-    gathered = 0 if loop.turns == "dma" else row_places(loop)
     inner: tuple[int, ...] = (i_rows, i_count, R)
     turned, words = _turned(config, (h_axis.rows, h_axis.count, R)), tiles(0, (1, 1), nl.uint8)
     inner_words = words
@@ -156,7 +150,7 @@ def row_table(config: PrefillConfig) -> _RowTable:
         halfway = (whole_quadrants(i_axis.rows), loop.in_parts, R)
         inner, inner_words = (*halfway, i_axis.group), tiles(largest, halfway, nl.uint8)
     return _RowTable(
-        rows=tiles(gathered, (R, width), nl.bfloat16),
+        rows=tiles(row_places(loop), (R, width), nl.bfloat16),
         turned=turned,
         own=tiles(apart, exchanged, nl.float32),
         other=tiles(apart, exchanged, nl.float32),
@@ -168,15 +162,12 @@ def row_table(config: PrefillConfig) -> _RowTable:
         outer=tiles(loop.outer_buffers, (R, width), nl.bfloat16),
         gate=tiles(2, (i_axis.rows, R), nl.float32),
         up=tiles(2, (i_axis.rows, R), nl.float32),
-        wide_scale=tiles(late, (i_axis.rows, R), nl.float32),
     )
 
 
 def _turned(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
     """Return the buffers of turned rows; see `turned_buffer` for who uses which."""
     loop, largest = config.loop, largest_visit_of(config)
-    if loop.turns == "dma":
-        return tiles(1 + loop.row_buffers, shape, nl.bfloat16)
     if loads_in_parts(loop):
         return tiles(largest, shape, nl.bfloat16)
     # Visits of one tile need one; counted like the others, so that they get the same weights.
@@ -187,7 +178,6 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
     """Return the buffers of visits."""
     R, V, G = config.tile_rows, num_visits(config), largest_visit_of(config)
     scaled = 1 if has_scale_table(config) else 0
-    late = 1 if scales_late(config) else 0
     by_piece = 1 if stores_pieces(config) else 0
     by_row = 0 if config.stores == "tiles" or by_piece else 1
     pieces = R // stored_rows(config)
@@ -208,7 +198,6 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         ids=_of_visits(config, 1, R, G, nl.int32),
         first_ids=small_tiles(2 * (config.loop.first_buffers - 1) * (1 - alone), (R, 1), nl.int32),
         scale=_of_visits(config, scaled, R, G, nl.float32),
-        in_tile=small_tiles(late, (1, G), nl.int32),
         out_tile=_of_visits(config, 1, 1, G * pieces, nl.int32),
         out_row=_of_visits(config, by_row, R, G, nl.int32),
         out_scale=small_tiles(2 * scaled * (1 - alone), (R, G), nl.float32),
@@ -243,9 +232,9 @@ def first_loads(config: PrefillConfig) -> tuple[int, int]:
     steps = loop.in_parts * loop.h_parts
     step_bytes = PARTITIONS * tiles_bytes(weights.gate_up._replace(counted=1))
     part_bytes = PARTITIONS * tiles_bytes(weights.down._replace(counted=1))
-    more = max(0, min(steps, parts_ahead(loop, steps), _AHEAD_BYTES // step_bytes) - 1)
+    more = max(0, min(steps, loop.weight_buffers, _AHEAD_BYTES // step_bytes) - 1)
     left = max(0, _AHEAD_BYTES - (1 + more) * step_bytes)
-    parts = min(loop.out_parts, parts_ahead(loop, loop.out_parts), left // part_bytes)
+    parts = min(loop.out_parts, loop.weight_buffers, left // part_bytes)
     return 1 + more, parts
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nki_kernels.common.axes import is_even, tile_axis
+import numpy as np
+from numpy.typing import NDArray
+
+from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
 from nki_kernels.common.mx import is_mx_format, mx_chunks
@@ -21,13 +24,10 @@ from nki_kernels.prefill.config import (
     PrefillWork,
     ShardPlan,
     can_tell_short,
-    largest_visit_of,
     stored_parts,
     visit_dims,
-    with_loop,
 )
-from nki_kernels.prefill.fit import CLOSE_LOOPS, find_loops, fit_loop
-from nki_kernels.prefill.trip_time import pace_of
+from nki_kernels.prefill.fit import best_loop
 
 _EVEN_TILES = 2
 _PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
@@ -38,7 +38,6 @@ _ALLOWED = {
     "activation": _ACTIVATIONS,
     "scaling": ("none", "pre", "post"),
     "stores": ("tiles", "rows"),
-    "turns": ("auto", "tensor", "dma"),
     "fetches": ("copy", "dma"),
     "missing": ("skip", "spare"),
     "trips": ("ahead", "alone"),
@@ -65,15 +64,9 @@ def make_config(
     Raises:
         ValueError: a value outside the limits of the kernel.
     """
-    _check_sizes(sizes, work)
-    _check_names(formula, sizes, work, request)
-    _check_formula(formula)
-    _check_plan(sizes, work, request)
-    if is_mx_format(sizes.weight_format):
-        request = _request_of_words(formula, sizes, request)
-    draft = _draft(formula, sizes, work, request)
-    expected = request.tiles_per_expert or draft.num_tiles / sizes.E
-    return with_loop(draft, fit_loop(draft, request, expected))
+    draft = draft_config(formula, sizes, work, request)
+    tokens_E = np.repeat(_even_tokens(draft, draft.num_tiles / sizes.E), 4)
+    return best_loop(draft, request, tokens_E)
 
 
 def best_parts(config: PrefillConfig) -> tuple[int, int]:
@@ -88,18 +81,13 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
     """
     classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1, False)
     draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
-    fit_loop(draft, _BY_ESTIMATE, _EVEN_TILES)  # raises where nothing fits
-    fitted = [
-        with_loop(draft, loop) for loop in find_loops(draft, _BY_ESTIMATE, _EVEN_TILES, CLOSE_LOOPS)
-    ]
-    return stored_parts(min(fitted, key=_even_trip_ns))
+    return stored_parts(best_loop(draft, _BY_ESTIMATE, _even_tokens(draft, _EVEN_TILES)))
 
 
-def _even_trip_ns(config: PrefillConfig) -> float:
-    """Return the time of two experts of two row tiles each, in the slower corner."""
-    visit = min(largest_visit_of(config), _EVEN_TILES)
-    paces = pace_of(config, (2 * visit, 2 * visit), config.tile_rows)
-    return max(pace.next_ns for pace in paces.values()) / visit
+def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:
+    """Return the tokens of three experts of about so many row tiles: experts differ."""
+    mean = max(1, round(tiles))
+    return np.array([max(1, mean - 1), mean, mean + 1]) * config.tile_rows
 
 
 def visits_of(
@@ -123,10 +111,20 @@ def shard_plan_of(name: str, num_cores: int) -> ShardPlan:
     return ShardPlan(1 if splits_i or splits_h else num_cores, splits_i, splits_h)
 
 
-def _draft(
+def draft_config(
     formula: ExpertFormula, sizes: ExpertSizes, work: PrefillWork, request: PlanRequest
 ) -> PrefillConfig:
-    """Return the configuration before buffers are chosen, with the largest visits there may be."""
+    """Return the configuration before buffers are chosen, with the largest visits there may be.
+
+    Raises:
+        ValueError: as `make_config`.
+    """
+    _check_sizes(sizes, work)
+    _check_names(formula, sizes, work, request)
+    _check_formula(formula)
+    _check_plan(sizes, work, request)
+    if is_mx_format(sizes.weight_format):
+        request = _request_of_words(formula, sizes, request)
     shard = shard_plan_of(request.shard_plan, work.num_cores)
     is_sorted = request.loop_plan == "sorted" and request.shard_plan != "block"
     in_parts, out_parts = _parts_of_core(request.weight_parts, shard, work.num_cores)
@@ -142,7 +140,6 @@ def _draft(
         out_parts=out_parts,
         row_buffers=1,
         outer_buffers=2,
-        turns=request.turns,
         fetches=request.fetches,
         missing=request.missing,
         piece_rows=_piece_rows(sizes, work),
@@ -207,11 +204,10 @@ def _request_of_words(
             f"{name}: {request.chip} multiplies no MX words. Set chip='trn3', or re-code the"
             " weights as float8_e5m2, which loses nothing of MXFP4."
         )
-    if request.shard_plan not in ("balanced", "block") or request.turns == "dma":
+    if request.shard_plan not in ("balanced", "block"):
         raise ValueError(
-            f"{name}, shard_plan={request.shard_plan!r}, turns={request.turns!r}: words are"
-            " multiplied with whole experts, turned by the tensor engine. Use"
-            " shard_plan='balanced' and turns='auto'."
+            f"{name}, shard_plan={request.shard_plan!r}: words are multiplied with whole experts."
+            " Use shard_plan='balanced'."
         )
     if not formula.has_gate or sizes.has_scales:
         raise ValueError(
@@ -221,7 +217,7 @@ def _request_of_words(
     parts = request.weight_parts
     if parts is None:
         parts = (mx_chunks(sizes.weight_format, sizes.H, sizes.I, sizes.E == 1), 1)
-    return replace(request, weight_parts=parts, turns="tensor")
+    return replace(request, weight_parts=parts)
 
 
 def _parts_of_core(
@@ -292,15 +288,8 @@ def _check_formula(formula: ExpertFormula) -> None:
 
 def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> None:
     """Raise ValueError for a request that contradicts itself or the sizes."""
-    H, I, shard_plan = sizes.H, sizes.I, request.shard_plan  # noqa: E741  the axis letters
+    I, shard_plan = sizes.I, request.shard_plan  # noqa: E741  the axis letter
     shard = shard_plan_of(shard_plan, work.num_cores)
-    if request.turns == "dma" and not is_even(H):
-        raise ValueError(f"turns='dma': needs H in equal tiles, not H={H}. Use turns='tensor'.")
-    if request.turns == "dma" and request.trips == "alone":
-        raise ValueError(
-            "turns='dma', trips='alone': gathers that turn rows are asked for a visit ahead. Use"
-            " turns='tensor'."
-        )
     if request.largest_visit < 1:
         raise ValueError(f"largest_visit={request.largest_visit}: must be at least 1.")
     if shard.splits_i and I % work.num_cores:

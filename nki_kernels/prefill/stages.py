@@ -32,7 +32,6 @@ from nki_kernels.prefill.config import (
     is_mx,
     largest_visit_of,
     part_tiles,
-    scales_late,
     stored_rows,
     stores_pieces,
 )
@@ -47,8 +46,6 @@ from nki_kernels.prefill.mx_stages import (
 
 def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int, rows: int) -> None:
     """Transpose the first rows of a row tile, scaled first if the configuration says so."""
-    if config.loop.turns == "dma":
-        return
     rows_sb = b.rows[row_buffer(config, s, j)][0:rows]
     if config.scaling == "pre":
         nisa.tensor_scalar(
@@ -58,9 +55,9 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int, rows: int) -> N
             operand0=b.scale[s][0:rows, j : j + 1],
         )
     if is_mx(config):
-        turn_into_words(config, b, rows_sb, turned_buffer(config, s, j), j)
+        turn_into_words(config, b, rows_sb, turned_buffer(config, j), j)
         return
-    transpose_rows(b.turned[turned_buffer(config, s, j)], rows_sb, config.h_axis, b.turn_ps, rows)
+    transpose_rows(b.turned[turned_buffer(config, j)], rows_sb, config.h_axis, b.turn_ps, rows)
 
 
 def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -135,11 +132,11 @@ def multiply_in(
     of H.
     """
     if is_mx(config):
-        multiply_words_in(config, b, buffer, turned_buffer(config, s, j), tile, bank_ps)
+        multiply_words_in(config, b, buffer, turned_buffer(config, j), tile, bank_ps)
         return
     h_axis, R = config.h_axis, bank_ps.shape[2]
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
-    turned_sb = b.turned[turned_buffer(config, s, j)]
+    turned_sb = b.turned[turned_buffer(config, j)]
     for half in range(num_projections(config.formula)):
         for t in range(part_tiles(config)):
             of_all = h_part * part_tiles(config) + t
@@ -174,18 +171,11 @@ def finish_in(
     else:
         inner_sb = inner_sb[0:rows, part * config.i_axis.count + tile, 0:R]
     gate, up = projected[0:rows, 0, 0:R], projected[0:rows, projected.shape[1] - 1, 0:R]
-    if scales_late(config):
-        scale_sb = b.wide_scale[j][0:rows, 0:R]
-        nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
-        gate = gate_sb
     if not config.formula.has_gate:
         _activate(config, b, buffer, tile, inner_sb, gate, gate_sb, up_sb)
         return
     # The activation may use the scratch of the up projection, so it comes first.
     _activate(config, b, buffer, tile, gate_sb, gate, gate_sb, up_sb)
-    if scales_late(config):
-        nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
-        up = up_sb
     operators, operands = _chain(config, b, buffer, tile, 1)
     multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
 

@@ -61,9 +61,9 @@ class Fault:
 
 
 def prefill(rng: random.Random, **given: Any) -> Trial:
-    """Return a prefill of random size, its rows turned by the tensor engine if nothing is said."""
+    """Return a prefill of random size."""
     tokens = rng.choice(given.pop("tokens", (380, 450, 520)))
-    options = {"turns": "tensor"} | given.pop("options", {})
+    options = given.pop("options", {})
     case = Prefill(
         tokens,
         192,
@@ -208,7 +208,7 @@ FAULTS: dict[str, Fault] = {
     "next-weights-not-loaded": Fault(
         "prefill",
         VISITS,
-        "        _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))",
+        "        _load_part(config, b, x, share, s, part + config.loop.weight_buffers)",
         "        pass",
         E,
         "nisa.nc_matmul",

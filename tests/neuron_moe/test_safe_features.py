@@ -13,7 +13,6 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Plan
 from neuron_moe.spec import Tuning
 from neuron_moe.tools.models import read_model
-from neuron_moe.tuned import TunedPlans, TunedPrefill
 from neuron_moe.verdicts import FEATURES, PROBES, Verdict, opened_by, write_verdicts
 from tests.golden.layer_cases import Case, Step, draw_case, make_layer
 
@@ -69,18 +68,13 @@ def plan(phase: str, tokens: int, model: str = "qwen3_30b_a3b", **tuning: Any) -
 
 def test_prefill_leaves_out_what_no_public_kernel_shows() -> None:
     loop = plan("prefill", 512)._compiled.config.loop  # type: ignore[attr-defined]
-    assert (loop.is_dynamic, loop.trips, loop.turns, loop.missing) == (
-        True,
-        "alone",
-        "tensor",
-        "skip",
-    )
+    assert (loop.is_dynamic, loop.trips, loop.missing) == (True, "alone", "skip")
 
 
 @pytest.mark.long
 def test_shared_experts_of_prefill_do_likewise() -> None:
     shared = plan("prefill", 256, "llama4_scout").shared_config  # type: ignore[attr-defined]
-    assert (shared.loop.trips, shared.loop.turns) == ("alone", "tensor")
+    assert shared.loop.trips == "alone"
 
 
 def test_decode_leaves_out_what_no_public_kernel_shows() -> None:
@@ -96,7 +90,7 @@ def test_what_a_chip_was_seen_to_have_is_opened_again(tmp_path: Path) -> None:
     write_verdicts(file, {**found, "loops in a row": "fails"}, "trn2", ())
     some = Tuning(features=opened_by(file))
     prefill, decode = features.prefill_request(some), features.decode_request(some)
-    assert (prefill.turns, prefill.trips, decode.sums) == ("auto", "ahead", "sbuf")
+    assert (prefill.trips, decode.sums) == ("ahead", "sbuf")
     assert features.prefill_request(Tuning()).trips == "alone"
 
 
@@ -133,21 +127,3 @@ def test_e5m2_weights_stay_and_are_told() -> None:
     narrow = replace(config, weights=replace(config.weights, format="float8_e5m2"))
     (told,) = features.decode_notes(Tuning(features="safe"), narrow)
     assert "products with float8_e5m2 weights" in told
-
-
-def test_a_tuned_plan_with_an_open_feature_is_refused() -> None:
-    tuned = TunedPrefill(
-        tokens=512,
-        block_size=128,
-        shard_plan="balanced",
-        loop_plan="static",
-        visit=1,
-        loaded_parts=(1, 1),
-        weight_buffers=2,
-        turns="tensor",
-        weights="plain",
-    )
-    Tuning(features="safe", tuned=TunedPlans(prefill=(tuned,)))
-    plans = TunedPlans(prefill=(replace(tuned, turns="dma"),))
-    with pytest.raises(ValueError, match="Tune with --features safe"):
-        Tuning(features="safe", tuned=plans)

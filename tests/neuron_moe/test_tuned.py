@@ -25,7 +25,6 @@ CHOICE = TunedPrefill(
     visit=2,
     loaded_parts=(1, 1),
     weight_buffers=1,
-    turns="tensor",
     weights="plain",
 )
 PLANS = TunedPlans(

@@ -287,7 +287,6 @@ _TUNED = {
             "visit": 2,
             "loaded_parts": [1, 1],
             "weight_buffers": 2,
-            "turns": "tensor",
             "weights": "plain",
         }
     ]

@@ -136,8 +136,7 @@ def our_runs(tuning: Tuning = _TUNING) -> Iterator[tuple[str, Callable[[], Any]]
 def case_params(tuning: Tuning) -> dict[str, str]:
     """Return how the kernels of a case are to go about it, as parameters of the case."""
     prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
-    asked = {name: getattr(prefill, name) for name in ("turns", "trips")}
-    return asked | {"sums": decode.sums}
+    return {"trips": prefill.trips, "sums": decode.sums}
 
 
 def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool, tuning: Tuning) -> None:

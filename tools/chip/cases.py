@@ -77,7 +77,6 @@ SMALL: Final = (
         {**_DECODE, "hidden": 2048, "weight_dtype": "float8_e5m2"},
         "selective",
     ),
-    _case("small/prefill-turned-by-dma", "moe_cte", {**_PREFILL, "turns": "dma"}),
     _case("small/prefill-split-on-H", "moe_cte", {**_PREFILL, "shard_plan": "hidden"}),
     _case("small/decode-layer", "moe_block_tkg", _LAYER),
 )
@@ -129,19 +128,6 @@ FULL: Final = (
         "selective",
     ),
     _case(
-        "full/prefill-turned-by-dma",
-        "moe_cte",
-        {
-            **_PREFILL,
-            "hidden": 2048,
-            "intermediate": 96,
-            "experts": 32,
-            "top_k": 8,
-            "tokens": 512,
-            "turns": "dma",
-        },
-    ),
-    _case(
         "full/prefill-split-on-H",
         "moe_cte",
         {
@@ -175,11 +161,3 @@ FULL: Final = (
 )
 
 CASES: Final = {case.id: case for case in (*SMALL, *FULL)}
-
-DANGEROUS: Final = (
-    "small/prefill-turned-by-dma",
-    "small/prefill-split-on-H",
-    "full/prefill-turned-by-dma",
-)
-"""Their gathers transpose and skip rows: aws-neuron-sdk #1390, after which a device may not answer.
-"""

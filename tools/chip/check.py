@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from neuron_moe.tools.chip.bugs import FOLDER, wedged_file
-from neuron_moe.tools.chip.cases import CASES, DANGEROUS, FULL, SMALL
+from neuron_moe.tools.chip.cases import CASES, FULL, SMALL
 from neuron_moe.tools.chip.devices import WITH_BUGS, bugs_of, find_device
 from neuron_moe.tools.chip.duration import check_sum
 from neuron_moe.tools.chip.environment import (
@@ -178,8 +178,6 @@ def _environment(options: argparse.Namespace) -> list[Fact]:
 
 def danger(name: str) -> str:
     """Return why a row runs last and only if asked for, or ""."""
-    if name in DANGEROUS:
-        return "its gathers transpose and skip rows (aws-neuron-sdk #1390)"
     return FEATURES[name].danger if name in FEATURES else ""
 
 

@@ -14,14 +14,10 @@ from nki_kernels.prefill import PlanRequest, PrefillConfig
 
 def prefill_request(tuning: Tuning) -> PlanRequest:
     """Return what all candidates of prefill share."""
-    opened = tuning.opened
-    ahead = "loads for the next trip" in opened
     return PlanRequest(
         loop_plan=tuning.loop_plan,
         missing=tuning.missing,
-        # Gathers that turn rows are asked for a visit ahead.
-        turns="auto" if ahead and "turning gathers" in opened else "tensor",
-        trips="ahead" if ahead else "alone",
+        trips="ahead" if "loads for the next trip" in tuning.opened else "alone",
     )
 
 
@@ -37,11 +33,8 @@ def decode_request(tuning: Tuning, **others: Any) -> DecodeRequest:
 
 def prefill_notes(tuning: Tuning, config: PrefillConfig) -> tuple[str, ...]:
     """Say what prefill does that no public kernel shows."""
-    found = []
-    if config.loop.is_dynamic and config.loop.trips == "ahead":
-        found.append("a trip of a loop loads for the next one")
-    if config.loop.turns == "dma":
-        found.append("gathers turn rows")
+    is_ahead = config.loop.is_dynamic and config.loop.trips == "ahead"
+    found = ["a trip of a loop loads for the next one"] if is_ahead else []
     return _told(found, config.weight_format)
 
 

@@ -54,7 +54,6 @@ from nki_kernels.prefill import (
     Search,
     best_parts,
     blockwise_moe,
-    by_loss,
     largest_visit_of,
     make_config,
     output_tiles,
@@ -428,9 +427,7 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
             tuned.visit,
             *loaded,
             tuned.weight_buffers,
-            tuned.turns,
             tuned.hidden_parts,
-            tuned.is_eager,
         ),
         tells_short=tuned.tells_short,
     )
@@ -450,11 +447,9 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         visit=largest_visit_of(config),
         loaded_parts=(loop.in_parts, loop.out_parts),
         weight_buffers=loop.weight_buffers,
-        turns=loop.turns,
         weights="by parts" if loop.by_parts else "plain",
         hidden_parts=loop.h_parts,
         tells_short=tells_short(config),
-        is_eager=loop.is_eager,
     )
 
 
@@ -522,7 +517,7 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         for request in requests
         for candidate in _rank(formula, sizes, expected, request, search)
     ]
-    return by_loss(ranked)
+    return sorted(ranked, key=lambda each: each.estimated_us)
 
 
 @cached_by_chip

@@ -63,7 +63,7 @@ def test_the_prefill_plan_is_that_of_the_chip_in_force() -> None:
 @pytest.mark.long
 def test_the_estimate_follows_every_coefficient_of_the_chip_in_force() -> None:
     usual = _scout()
-    with using(SLOW_STORES):  # of a coefficient that only the stages of a trip read
+    with using(SLOW_STORES):
         assert _scout().estimated_us > usual.estimated_us
     assert _scout().times_us == usual.times_us
 

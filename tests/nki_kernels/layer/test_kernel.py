@@ -31,6 +31,7 @@ from nki_kernels.layer import (
 from nki_kernels.layer.config import loads_ahead
 from nki_kernels.prefill import (
     ExpertSizes,
+    LoopFit,
     PlanRequest,
     PrefillWork,
     make_config,
@@ -80,6 +81,7 @@ class Case:
     narrow: str = "bfloat16"  # format of their weights
     parts: tuple[int, int] | None = None  # in which these lie
     tells_short: bool = False
+    fit: LoopFit | None = None
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
@@ -89,7 +91,7 @@ class Case:
             ExpertFormula(),
             ExpertSizes(self.H, self.I, self.E),
             work,
-            PlanRequest(tells_short=self.tells_short),
+            PlanRequest(tells_short=self.tells_short, fit=self.fit),
         )
         router = RouterConfig(
             self.router,
@@ -353,7 +355,8 @@ def test_first_weights_that_come_early_change_no_bit(
 
 
 def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> None:
-    case = Case(T=170, H=128, N=2, E=2, B=64)
+    fit = LoopFit(visit=3, in_parts=1, out_parts=1, weight_buffers=2)
+    case = Case(T=170, H=128, N=2, E=2, B=64, fit=fit)
     arrays, config = draw_arrays(case), case.config()
     operands = operands_of(case, arrays, config)
     outputs, rows = [], []
@@ -364,11 +367,10 @@ def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> Non
             options = SimOptions(start_core=order)
             run = nki_sim.run(prefill_layer, lnc=2, options=options, **operands)
             outputs.append(run.outputs[0])
-        gathered = [
-            each.facts for each in run.trace if (each.core, each.op) == (1, "dma_transpose")
-        ]
-        moved = [each.hbm_read_bytes for each in gathered if isinstance(each, DmaFacts)]
-        rows.append([count // (2 * case.H) for count in moved if count])
+        moved = [each.facts for each in run.trace if each.core == 1]
+        gathers = [each for each in moved if isinstance(each, DmaFacts) and each.dge == "swdge"]
+        read = [each.hbm_read_bytes for each in gathers if each.moved_bytes >= 2 * case.H]
+        rows.append([count // (2 * case.H) for count in read][:3])  # those of the sum follow
     # Three row tiles: the cores fill them from both ends, 85 tokens each.
     assert rows == [[64, 42, 64], [64, 64, 42]]
     for output in outputs[1:]:

@@ -134,10 +134,7 @@ class Prefill:
     def config(self) -> PrefillConfig:
         """Return what the kernel is compiled for; `loop` overrides its choice of buffers."""
         config = make_config(*self.records())
-        # Rows that the gather turned serve one part only.
-        parts = self.loop.get("in_parts", 1) * self.loop.get("h_parts", 1)
-        turns = {"turns": "tensor"} if parts > 1 else {}
-        return with_loop(config, replace(config.loop, **turns, **self.loop))
+        return with_loop(config, replace(config.loop, **self.loop))
 
     def visits(self, config: PrefillConfig) -> VisitLists:
         """Return the visits."""

@@ -92,8 +92,7 @@ def test_wide_words_leave_room_for_one_output_tile() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "trn2": ({"chip": "trn2"}, r"weight_format='float4_e2m1fn_x4': trn2 multiplies no MX words"),
-    "intermediate": ({"shard_plan": "intermediate"}, r"shard_plan='intermediate', .*whole experts"),
-    "dma": ({"turns": "dma"}, r"turns='dma': words are"),
+    "intermediate": ({"shard_plan": "intermediate"}, r"shard_plan='intermediate': .*whole experts"),
     "gate": ({"has_gate": False}, r"has_gate=False, .* their experts a gate"),
     "scales": ({"has_scales": True}, r"has_scales=True: words have scales of their own"),
 }

@@ -36,7 +36,6 @@ CASES: dict[str, tuple[int, int, int, int, int, int, bool, dict[str, Any]]] = {
         False,
         {"loop_plan": "static", "shard_plan": "block"},
     ),
-    "pre-turned-by-dma": (150, 128, 96, 4, 1, 128, False, {"scaling": "pre", "turns": "dma"}),
     "post-scaled": (
         90,
         128,

@@ -39,7 +39,7 @@ from nki_kernels.prefill import (
     visits_of,
 )
 from nki_kernels.prefill.config import LoopFit, PrefillConfig, with_loop
-from nki_kernels.prefill.fit import fit_loop
+from nki_kernels.prefill.fit import best_loop
 from nki_sim import TensorSpec
 from nki_sim import isa as nisa
 from nki_sim.hardware import TRN2
@@ -61,7 +61,7 @@ BLOCK_SIZE = 128
 MIXTRAL_WITHIN = 0.08
 WINDOW = ScheduleModel(order="list", window=512)
 OVERLAP = ScheduleModel(order="list", window=512, vector_overlaps=True)
-AUDITED = LoopFit(visit=4, in_parts=1, out_parts=1, weight_buffers=2, turns="tensor")
+AUDITED = LoopFit(visit=4, in_parts=1, out_parts=1, weight_buffers=2)
 KEEP = "shard_on_block B=128 keep"
 
 
@@ -118,8 +118,8 @@ def configured(model: Model, choices: Any) -> PrefillConfig:
         return config
     asked = replace(candidate.request, largest_visit=AUDITED.visit, fit=AUDITED)
     visits = replace(config.loop, classes=sizes_of(AUDITED.visit, False))
-    loop = fit_loop(replace(config, loop=visits), asked, 1.0)
-    return with_loop(config, replace(loop, first_buffers=1, piece_rows=1))
+    best = best_loop(replace(config, loop=visits), asked, np.array([BLOCK_SIZE]))
+    return with_loop(config, replace(best.loop, first_buffers=1, piece_rows=1))
 
 
 def launch_ours(model: Model, choices: Any, config: PrefillConfig) -> nki_sim.Run:

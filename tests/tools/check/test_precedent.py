@@ -74,7 +74,7 @@ def test_our_runs_are_of_every_kernel_and_phase() -> None:
     names = [name for name, _ in precedent.our_runs()]
     assert len(names) == len(set(names)) > 20
     assert any("prefill" in name and "one launch" in name for name in names)
-    assert "small/prefill-turned-by-dma" in names
+    assert "small/prefill-split-on-H" in names
 
 
 PREFILL = next(case for case in SMALL if case.id == "small/prefill-gpt-oss")

@@ -180,7 +180,7 @@ ep: 1
 lnc: 2
 prefill:
 - {{tokens: 2048, block_size: 64, shard_plan: balanced, loop_plan: sorted, visit: 4,
-   loaded_parts: [1, 1], weight_buffers: 2, turns: tensor, weights: plain}}
+   loaded_parts: [1, 1], weight_buffers: 2, weights: plain}}
 """
     path = tmp_path / "tuned.yaml"
     path.write_text(text.format(tp=deployment.tp))

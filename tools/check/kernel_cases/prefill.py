@@ -190,7 +190,6 @@ def _request(case: Case) -> PlanRequest:
         chip=chip(),
         shard_plan=case.get("shard_plan", shard_plan),
         loop_plan=case.get("loop_plan", loop_plan),
-        turns=case.get("turns", "auto"),
         fetches=case.get("fetches", "copy"),
         missing=case.get("missing", "skip"),
         trips=case.get("trips", "ahead"),

@@ -220,12 +220,6 @@ _TRIPS_ALONE: Final = Fallback(
     full="full/prefill-qwen3-30b",
     changes={"trips": "alone"},
 )
-_TURNED_BY_TENSOR: Final = Fallback(
-    switch='PlanRequest(turns="tensor")',
-    case="small/prefill-turned-by-dma",
-    full="full/prefill-turned-by-dma",
-    changes={"turns": "tensor"},
-)
 _SUMS_IN_SBUF: Final = Fallback(
     switch='DecodeRequest(sums="sbuf")',
     case="small/decode",
@@ -300,7 +294,6 @@ OPEN_FEATURES: Final = (
         question="does dma_transpose take rows by a vector_offset?",
         kernel=kernels.gathered_transpose,
         problem=_turned_by(np.uint32, skips=False),
-        fallbacks=(_TURNED_BY_TENSOR,),
     ),
     OpenFeature(
         name="exchanges in dynamic loops",
@@ -437,7 +430,6 @@ OPEN_FEATURES: Final = (
         question="does dma_transpose take int32 where uint32 is documented?",
         kernel=kernels.gathered_transpose,
         problem=_turned_by(np.int32, skips=False),
-        fallbacks=(_TURNED_BY_TENSOR,),
         danger="its documents ask for uint32; what else does to the device is not known",
     ),
     OpenFeature(
@@ -445,7 +437,6 @@ OPEN_FEATURES: Final = (
         question="does dma_transpose leave out rows whose index is out of range?",
         kernel=kernels.gathered_transpose,
         problem=_turned_by(np.uint32, skips=True),
-        fallbacks=(_TURNED_BY_TENSOR,),
         danger="aws-neuron-sdk #1390: a skipped index may leave the device without an answer",
     ),
 )
