@@ -83,7 +83,7 @@ class LayerwiseModel:
         with torch.inference_mode():
             out_USH = layer(hidden_USH, tokens, view)
         handle.remove()
-        return LayerRun(out_USH, seen[0])
+        return LayerRun(out_USH, seen[0].view_as(hidden_USH))  # a sparse layer norms rows of tokens
 
     def read_router(self, index: int) -> Router | None:
         """Return the router of a layer; None where it is dense."""

@@ -24,6 +24,12 @@ class Equivalent(NamedTuple):
 
 EQUIVALENT = (
     Equivalent(
+        "neuron_moe/plan.py",
+        'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1',
+        'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) - 1',
+        "the counter still changes",
+    ),
+    Equivalent(
         "nki_sim/isa/tensor_engine.py",
         "if rows < 128 and stationary.geometry.start_partition != row:",
         "if rows <= 128 and stationary.geometry.start_partition != row:",
@@ -118,12 +124,6 @@ EQUIVALENT = (
         "if min(experts) >= 0:",
         "if min(experts) > 0:",
         "the way for any number of tokens gives the same; this one is faster",
-    ),
-    Equivalent(
-        "neuron_moe/moe.py",
-        "if plan is not None and num_rows not in (0, crossing.num_tokens):",
-        "if plan is not None or num_rows not in (0, crossing.num_tokens):",
-        "a plan for as many rows as there are tokens computes the same; making it takes time",
     ),
     Equivalent(
         "nki_kernels/decode/ends.py",
@@ -270,18 +270,6 @@ EQUIVALENT = (
         "a box not seen to lie in another is looked up in the mask, or kept beside it",
     ),
     Equivalent(
-        "nki_kernels/decode/trips.py",
-        "column=0,",
-        "column=1,",
-        "only loads are asked for from it, and no column is read",
-    ),
-    Equivalent(
-        "nki_kernels/decode/trips.py",
-        "step=1,",
-        "step=2,",
-        "only loads are asked for from it, and no column is read",
-    ),
-    Equivalent(
         "nki_kernels/decode/kernel.py",
         "nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))",
         "nl.fori_loop(begin, end, one_trip, step=max(2, entry_stride(config) * size))",
@@ -364,12 +352,6 @@ EQUIVALENT = (
         "core.dynamic_operands = 1",
         "core.dynamic_operands = 2",
         "only whether there are any is asked for",
-    ),
-    Equivalent(
-        "neuron_moe/experts.py",
-        'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1',
-        'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) - 1',
-        "the counter still changes",
     ),
     Equivalent(
         "neuron_moe/backends/chosen_experts.py",

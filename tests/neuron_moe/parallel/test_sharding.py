@@ -15,8 +15,9 @@ from neuron_moe.checkpoint import open_checkpoint
 from neuron_moe.checkpoint.load import unique_parameters
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
-from neuron_moe.parallel import CollectiveError, ParallelConfig, load, parallel_state
+from neuron_moe.parallel import CollectiveError, ParallelConfig, parallel_state
 from neuron_moe.parallel.placement import ExpertPlacement
+from neuron_moe.sharded import load
 from neuron_moe.sharded.load import load_sharded, save_sharded, shard_checkpoint
 from neuron_moe.sharded.sharding import shard_state_dict, sharding_of
 

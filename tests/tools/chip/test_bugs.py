@@ -71,7 +71,7 @@ def test_any_bugs_leave_every_other_row(
     if "skipped-transpose" in bugs and WEDGING not in names:
         names.append(WEDGING)
     draw.shuffle(names)
-    monkeypatch.setattr(check, "_run", run_here)
+    monkeypatch.setattr(check, "run_process", run_here)
     monkeypatch.setattr(check, "in_order", lambda: names)  # also with the worst first
     argv = ["--against", f"sim:bugs:{','.join(bugs)}", "--dangerous"]
     _, rows, found = checked(tmp_path, *argv)
@@ -95,7 +95,7 @@ def test_the_culprit_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monkey
         ran.append(command[3])
         return run_here(command, *rest)
 
-    monkeypatch.setattr(check, "_run", noted)
+    monkeypatch.setattr(check, "run_process", noted)
     argv = ["--against", "sim:bugs", "--match", WEDGING]
     assert checked(tmp_path, *argv, "--dangerous")[0] == 1
     assert ran == [ALIVE.name, WEDGING, ALIVE.name, ALIVE.name]  # the last one: after the reset
@@ -142,7 +142,7 @@ def test_a_chip_that_wedges_is_reset_or_left_alone(
 def test_a_device_that_never_answers_is_told_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "_run", run_here)
+    monkeypatch.setattr(check, "run_process", run_here)
     argv = ["--against", "sim:1", "--match", "skipped r", "--plant", f"compile:{ALIVE.name}"]
     status, (row,), found = checked(tmp_path, *argv)
     assert (status, row["outcome"], row["seconds"]) == (1, "not tried", 0.0)
@@ -235,7 +235,7 @@ def test_a_check_with_bugs_has_every_row(
 ) -> None:
     names = [name for name in check.in_order() if not name.startswith("full/")]
     monkeypatch.setattr(check, "in_order", lambda: names)
-    monkeypatch.setattr(check, "_run", run_here)
+    monkeypatch.setattr(check, "run_process", run_here)
     check_all(tmp_path, bugs)
 
 
@@ -243,7 +243,7 @@ def test_a_check_with_bugs_has_every_row(
 def test_a_whole_check_with_bugs_has_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "_run", run_here)
+    monkeypatch.setattr(check, "run_process", run_here)
     check_all(tmp_path, list(BUGS))
 
 
