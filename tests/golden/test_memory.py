@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import nki_kernels.provided  # noqa: F401  answers to `import nki`
-
 from neuron_moe.blocks import num_blocks
 from nki_kernels.common.memory import table_bytes
 from nki_kernels.common.token_tiles import split_tokens

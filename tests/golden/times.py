@@ -45,22 +45,22 @@ class Row:
 
 
 ROWS = (
-    Row("prefill", "gpt-oss-120b", 128, "uniform", (1158.078,)),
-    Row("prefill", "gpt-oss-20b", 128, "skewed", (319.857,)),
-    Row("prefill", "llama4-scout", 128, "uniform", (375.730,)),
-    Row("prefill", "llama4-maverick", 128, "skewed", (338.481,)),
-    Row("prefill", "qwen3-30b", 128, "uniform", (241.133,)),
-    Row("prefill", "mixtral-8x7b", 128, "uniform", (582.560,)),
-    Row("prefill", "gpt-oss-20b", 1024, "skewed", (556.650,)),
-    Row("prefill", "llama4-scout", 1024, "skewed", (500.998,)),
-    Row("prefill", "qwen3-30b", 1024, "skewed", (498.533,)),
-    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1068.706,)),
-    Row("decode", "gpt-oss-120b", 4, "uniform", (144.264, 150.790)),
-    Row("decode", "gpt-oss-20b", 64, "zipf", (172.275, 178.700), "fp8"),
+    Row("prefill", "gpt-oss-120b", 128, "uniform", (1259.320,)),
+    Row("prefill", "gpt-oss-20b", 128, "skewed", (328.051,)),
+    Row("prefill", "llama4-scout", 128, "uniform", (373.625,)),
+    Row("prefill", "llama4-maverick", 128, "skewed", (369.054,)),
+    Row("prefill", "qwen3-30b", 128, "uniform", (260.355,)),
+    Row("prefill", "mixtral-8x7b", 128, "uniform", (575.412,)),
+    Row("prefill", "gpt-oss-20b", 1024, "skewed", (641.836,)),
+    Row("prefill", "llama4-scout", 1024, "skewed", (579.998,)),
+    Row("prefill", "qwen3-30b", 1024, "skewed", (517.392,)),
+    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1111.849,)),
+    Row("decode", "gpt-oss-120b", 4, "uniform", (150.701, 157.674)),
+    Row("decode", "gpt-oss-20b", 64, "zipf", (174.242, 180.094), "fp8"),
     Row("decode", "llama4-maverick", 1, "uniform", (11.732, 17.241), "fp8"),
-    Row("decode", "qwen3-30b", 16, "zipf", (127.548, 133.842)),
-    Row("decode", "deepseek-v3", 4, "uniform", (132.252, 142.357), "fp8"),
-    Row("decode", "mixtral-8x7b", 1, "uniform", (131.096, 134.841)),
+    Row("decode", "qwen3-30b", 16, "zipf", (133.113, 140.304)),
+    Row("decode", "deepseek-v3", 4, "uniform", (134.976, 144.929), "fp8"),
+    Row("decode", "mixtral-8x7b", 1, "uniform", (131.096, 134.916)),
 )
 SHORT = (ROWS[2], ROWS[12])
 
