@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from neuron_moe import Explanation
+from neuron_moe.errors import reject_unknown
 from neuron_moe.models.chat import ChatTemplate
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.generation import Decoder, GenerationOptions, generate, stream
@@ -258,6 +259,7 @@ class LanguageModel:
         return cast(Decoder, self.model)
 
     def _options(self, choice: Choice) -> GenerationOptions:
+        reject_unknown("generate()", choice, Choice.__annotations__)
         reader = self.prompting
         values: dict[str, Any] = {"max_new_tokens": 64, "stop_token_ids": reader.stop_token_ids}
         values |= cast(dict[str, Any], choice)

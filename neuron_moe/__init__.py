@@ -25,3 +25,6 @@ else:
         if name == "load":
             return importlib.import_module("neuron_moe.models.language_model").load
         return getattr(importlib.import_module("neuron_moe.public"), name)
+
+    def __dir__():
+        return sorted({*globals(), "load", *importlib.import_module("neuron_moe.public").__all__})

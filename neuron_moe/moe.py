@@ -389,7 +389,11 @@ class MoE(PlannedModule):
                 "shared experts would be laid out anew in every step of the traced graph",
             ),
             (experts.placement is not None, "experts are placed or replicated by load"),
-            (experts.spec.normalizes_affinities, "affinities are normalised after routing"),
+            (
+                experts.spec.normalizes_affinities,
+                "affinities are normalised after routing; RouterTopK(renormalize=True) in place of"
+                " normalize_top_k_affinities does it in the router",
+            ),
             (self.options.returns_logits, "logits are returned, which it keeps on chip"),
             (
                 shared is not None

@@ -503,7 +503,7 @@ def _print(lines: Iterable[object]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Lint the named files and print the findings."""
     parser = argparse.ArgumentParser(
-        prog="python -m nki_sim.lint.linter", description="Check kernels against the NKI language."
+        prog="nki-sim lint", description="Check kernels against the NKI language."
     )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--dialect", choices=DIALECTS, default="0.7")

@@ -90,6 +90,11 @@ def test_bad_prompts_are_refused_at_once(model: LanguageModel) -> None:
         model.chat("Hello")
 
 
+def test_an_unknown_choice_is_answered_with_the_nearest(model: LanguageModel) -> None:
+    with pytest.raises(TypeError, match="Did you mean 'max_new_tokens'"):
+        model.generate("abc", max_tokens=4)  # type: ignore[call-overload]
+
+
 def test_explain_says_what_the_command_says(
     model: LanguageModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
