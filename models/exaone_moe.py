@@ -30,6 +30,7 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import mlp_rules, projection_names
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+WINDOW = 4096  # where config.json does not say
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 # Other spellings of what is read, and keys of the layer that predicts.
 OTHER_KEYS = ("is_moe_layer", "mtp_loss_type", "mtp_share_layers", "num_nextn_predict_layers")
@@ -50,6 +51,8 @@ class ExaoneMoeConfig(SlidingConfig):
         reader.require("scoring_func", "sigmoid")
         reader.require("topk_method", "noaux_tc")
         window = reader.get_optional("sliding_window", int)
+        if reader.is_absent("sliding_window"):
+            window = WINDOW
         usual = _layer_types(reader, window)
         return cls.read(
             reader,
@@ -70,6 +73,8 @@ def _layer_types(reader: ConfigReader, window: int | None) -> tuple[str, ...]:
     pattern = reader.get_raw("sliding_window_pattern")
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
         pattern = "L" * (pattern - 1) + "G"
+    if reader.is_absent("sliding_window_pattern"):
+        pattern = "LLLG"
     if window is None or pattern in (None, 0):
         pattern = "G"
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("LG"):
