@@ -176,8 +176,8 @@ FAULTS: dict[str, Fault] = {
     "first-tile-not-turned": Fault(
         "prefill",
         VISITS,
-        "    turn_rows(config, b, 1 - s, 0, config.tile_rows)\n    # This visit",
-        "    # This visit",
+        "        turn_rows(config, b, following, 0, config.tile_rows)\n    # This visit",
+        "        pass\n    # This visit",
         E,
         "nisa.",
     ),
@@ -216,8 +216,8 @@ FAULTS: dict[str, Fault] = {
     "weights-of-this-expert-again": Fault(
         "prefill",
         VISITS,
-        "expert = b.expert[(s + step // steps) % 2]",
-        "expert = b.expert[s]",
+        "share, b.expert[visit], s, step)",
+        "share, b.expert[s], s, step)",
         E,
         "nisa.",
     ),
@@ -446,14 +446,18 @@ FAULTS: dict[str, Fault] = {
     "experts-not-looked-up": Fault(
         "decode in trips",
         TRIPS,
-        "        _look_up_entries(config, b, routing, pipeline, b.expert_in, -1)",
+        "        _copy_entries(config, b.experts[0:1, 0:count], routing.list_sb, position, first)",
         "        pass",
+        E,
+        "nisa.",
     ),
-    "next-weights-not-asked-for": Fault(
+    "weights-of-a-trip-not-loaded": Fault(
         "decode in trips",
         TRIPS,
-        "        return item % config.weight_buffers\n    return -1",
-        "        return -1\n    return -1",
+        "            _load_item_in(config, b, x, pipeline, begin + turn)",
+        "            pass",
+        E,
+        "nisa.",
     ),
     "parts-not-exchanged-between-cores": Fault(
         "decode by halves",
