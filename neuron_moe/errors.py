@@ -22,11 +22,16 @@ class WeightError(ValueError, RuntimeError):
     """A weight of the wrong shape or dtype; also a RuntimeError, which torch raises for a shape."""
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the nearest of the known words, empty if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean ...?' for the known name nearest to `name`, or the whole list."""
     options = sorted(known)
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(options)}."
+    return did_you_mean(name, options).strip() or f"Known: {', '.join(options)}."
 
 
 def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -85,7 +90,6 @@ def check_choice(name: str, value: object, options: Iterable[str]) -> str:
     """Return `value` if it is one of the option strings; raise ValueError otherwise."""
     known = tuple(options)
     if value not in known:
-        near = difflib.get_close_matches(str(value).lower(), known, n=1, cutoff=0.6)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(value).lower(), known)
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}.{hint}")
     return str(value)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import neuron_moe
+from neuron_moe.errors import did_you_mean
 from neuron_moe.tools.interrupts import ends_at_once
-from neuron_moe.tools.parsers import EXIT_STATUS, did_you_mean
+from neuron_moe.tools.parsers import EXIT_STATUS
 
 _MOST_COLUMNS = 100
 

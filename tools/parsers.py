@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from neuron_moe.errors import did_you_mean
 from neuron_moe.verdicts import opened_by
 
 PRINTED = Path("-")  # what --json without a file means
@@ -19,12 +18,6 @@ _MANY_CHOICES = 60  # characters; longer lists are in --help-all alone
 _LONG_CHOICES = 20  # characters; longer lists stand behind the help, not in front of it
 DESCRIBE = "\0"  # as the only argument, which nobody can type: raise Described
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted"
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the nearest of the known words, empty if none is near."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class Described(Exception):

@@ -27,6 +27,7 @@ from neuron_moe.errors import (
     check_choice,
     check_finite,
     check_positive_int,
+    did_you_mean,
     names_its_keys,
     reject_unknown,
 )
@@ -279,9 +280,9 @@ class BlockwiseMatmulConfig(_Settable):
         ignored = tuple(kwargs.pop(_IGNORED, ()))
         known = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs.keys() - set(known):
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            ignored += (f"{name}={kwargs.pop(name)!r}: unknown, ignored as by NxD{hint}",)
+            hint = did_you_mean(name, known)
+            told = f"{name}={kwargs.pop(name)!r}: unknown, ignored as by NxD"
+            ignored += (f"{told}.{hint}" if hint else told,)
         built = cls(**kwargs)
         vars(built)[_IGNORED] = sorted(ignored)
         return built
