@@ -528,7 +528,7 @@ def _normalize(
         _apply_norm(normed_sb[:, rest], hidden_sb[:, rest], scale_sb, weight_sb)
     for start in range(first, hidden_size, PIECE):
         piece = slice(start, min(start + PIECE, hidden_size))
-        _normalize_piece(normed_sb[:, piece], hidden_sb[:, piece], piece, loaded, constants, table)
+        _normalize_piece(normed_sb[:, piece], hidden_sb[:, piece], piece, loaded, constants)
     target = token_rows(x.normed_TH, tokens, tile, 0, hidden_size)
     nisa.dma_copy(dst=target, src=normed_sb[:, 0:hidden_size])
     return normed_sb
@@ -540,7 +540,6 @@ def _normalize_piece(
     piece: slice,
     loaded: _LoadedTile,
     constants: _RouterConstants,
-    table: RouterTable,
 ) -> None:
     """Write what `_apply_norm` does to a piece of the columns, on GpSimd."""
     rows, width = hidden.shape

@@ -170,8 +170,7 @@ def test_routers_agree_with_torch(name: str) -> None:
 def test_a_router_kept_in_float32_is_shortened_only_without_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    only = lambda: RouterTopK(E, 2, H)  # noqa: E731
-    layer = build("nki", SILU, {}, torch.bfloat16, router=only, **SEPARATE)
+    layer = build("nki", SILU, {}, torch.bfloat16, router=lambda: RouterTopK(E, 2, H), **SEPARATE)
     router = layer.router.requires_grad_(False)
     router.linear_router.weight.add_(1e-3)
     launches = watch_launches(monkeypatch)

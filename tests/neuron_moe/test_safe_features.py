@@ -125,5 +125,5 @@ def test_what_has_no_precedent_is_told() -> None:
 def test_e5m2_weights_stay_and_are_told() -> None:
     config = plan("decode", 4).config.moe  # type: ignore[attr-defined]
     narrow = replace(config, weights=replace(config.weights, format="float8_e5m2"))
-    (told,) = features.decode_notes(Tuning(features="safe"), narrow)
+    (told,) = features.decode_notes(narrow)
     assert "products with float8_e5m2 weights" in told

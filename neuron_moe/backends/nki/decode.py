@@ -92,7 +92,7 @@ class DecodePlan(RoutedPlan):
             describe(self.config),
             f"kernels: router_topk in front of it{', with rmsnorm' if self.has_norm else ''}",
             format_note(self.parts.weights),
-            *features.decode_notes(self.parts.tuning, self.config),
+            *features.decode_notes(self.config),
         )
         is_alone = self.parts.router is None
         return notes if is_alone else (*notes, f"not fused: {self.why_apart}")

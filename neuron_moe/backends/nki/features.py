@@ -31,14 +31,14 @@ def decode_request(tuning: Tuning, **others: Any) -> DecodeRequest:
     return DecodeRequest(sums="auto" if "sums over trips" in tuning.opened else "sbuf", **others)
 
 
-def prefill_notes(tuning: Tuning, config: PrefillConfig) -> tuple[str, ...]:
+def prefill_notes(config: PrefillConfig) -> tuple[str, ...]:
     """Say what prefill does that no public kernel shows."""
     is_ahead = config.loop.is_dynamic and config.loop.trips == "ahead"
     found = ["a trip of a loop loads for the next one"] if is_ahead else []
     return _told(found, config.weight_format)
 
 
-def decode_notes(tuning: Tuning, config: DecodeConfig) -> tuple[str, ...]:
+def decode_notes(config: DecodeConfig) -> tuple[str, ...]:
     """Say what decode does that no public kernel shows."""
     found = ["sums stay in PSUM from trip to trip"] if config.sums_in_psum else []
     return _told(found, config.weights.format)

@@ -117,7 +117,7 @@ class LayerPlan(Plan):
             describe(self.config.moe),
             f"one kernel: {fused}",
             format_note(self.parts.weights),
-            *features.decode_notes(self.parts.tuning, self.config.moe),
+            *features.decode_notes(self.config.moe),
         )
         if self.parts.norm is None or self.has_norm:
             return notes

@@ -298,7 +298,7 @@ class PrefillPlan(RoutedPlan):
                     " [estimated]",
                 )
         overflow = () if _is_clamped(parts.weights.formula) else (_OVERFLOW,)
-        safe = features.prefill_notes(parts.tuning, self._compiled.config)
+        safe = features.prefill_notes(self._compiled.config)
         return (plan, *self._around(), format_note(parts.weights), *safe, *better, *overflow)
 
     def _around(self) -> tuple[str, ...]:
