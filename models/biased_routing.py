@@ -32,6 +32,7 @@ from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
 
 LAYER_TYPES = ("dense", "sparse")
+WINDOW = 4096  # where config.json does not say
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
 FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
 
@@ -149,6 +150,13 @@ def read_feed_forward(
         "sparse_layers": read_sparse_layers(reader, num_dense),
         "prediction_layers": tuple(range(num_layers, num_layers + num_predictions)),
     }
+
+
+def read_window(reader: ConfigReader) -> int | None:
+    """Return `sliding_window`: None where it is null, the classes' default where it is absent."""
+    if reader.is_absent("sliding_window"):
+        return WINDOW
+    return reader.get_optional("sliding_window", int)
 
 
 def read_sparse_layers(reader: ConfigReader, num_dense: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ places are those of `neuron_moe.models.attention`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,8 @@ class DecoderConfig:
     pad_token_id: int | None = None
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
+    # What messages say behind a max_position_embeddings that is not config.json's.
+    length_reason: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -36,7 +36,7 @@ from neuron_moe.models.biased_routing import (
     read_feed_forward,
 )
 from neuron_moe.models.decoder import ConfigT, DecoderModel, Tokens
-from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, yarn_growth
 
@@ -67,9 +67,7 @@ class DeepseekV3Config(BiasedRoutingConfig):
         Raises:
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
-        reader = ConfigReader(config, "config.json (deepseek_v3)")
-        if reader.get_raw("model_type") not in ALIASES:
-            reader.require("model_type", "deepseek_v3")
+        reader = ConfigReader.of_family(config, "deepseek_v3", *OTHER_KEYS, aliases=ALIASES)
         return cls.read_latent(reader, reader.get("rope_interleave", bool, True))
 
     @classmethod
@@ -79,15 +77,13 @@ class DeepseekV3Config(BiasedRoutingConfig):
         """Read what all models with this attention and routing spell alike.
 
         Args:
-            reader: of config.json, whose model type was read.
+            reader: of config.json, opened as a family's.
             is_interleaved: rotary pairs are neighbours.
             facts: fields the family read itself.
 
         Raises:
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
-        reader.require_quantization()
-        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *OTHER_KEYS)
         reader.require("scoring_func", "sigmoid")
         reader.require("topk_method", "noaux_tc")
         reader.require("moe_layer_freq", 1)

@@ -43,10 +43,8 @@ class DeepseekV32Config(DeepseekV3Config):
         Raises:
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
-        reader = ConfigReader(config, "config.json (deepseek_v32)")
-        if reader.get_raw("model_type") not in ALIASES:
-            reader.require("model_type", "deepseek_v32")
-        reader.ignore(*OTHER_KEYS)
+        ignored = *deepseek_v3.OTHER_KEYS, *OTHER_KEYS
+        reader = ConfigReader.of_family(config, "deepseek_v32", *ignored, aliases=ALIASES)
         longest = reader.get("max_position_embeddings", int)
         reach = reader.get_size("index_topk", 2048)
         return cls.read_latent(reader, True, max_position_embeddings=min(longest, reach))

@@ -19,6 +19,7 @@ from neuron_moe.models.biased_routing import (
     biased_routing_map,
     build_feed_forward,
     read_feed_forward,
+    read_window,
 )
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
@@ -27,7 +28,6 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
 
 OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
-WINDOW = 4096  # where config.json does not say
 GROUPS = {"n_group": 1, "topk_group": 1}
 
 
@@ -43,9 +43,7 @@ class Dots1Config(SlidingConfig):
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
         reader = ConfigReader.of_family(config, "dots1", *OTHER_KEYS)
-        window = reader.get_optional("sliding_window", int)
-        if reader.is_absent("sliding_window"):
-            window = WINDOW
+        window = read_window(reader)
         first = reader.get("max_window_layers", int, 62)
         usual = (
             ATTENTION_TYPES[window is None or layer < first]

@@ -21,6 +21,7 @@ from neuron_moe.models.biased_routing import (
     biased_routing_map,
     build_feed_forward,
     read_feed_forward,
+    read_window,
     sparse_rules,
 )
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
@@ -30,7 +31,6 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import mlp_rules, projection_names
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-WINDOW = 4096  # where config.json does not say
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 # Other spellings of what is read, and keys of the layer that predicts.
 OTHER_KEYS = ("is_moe_layer", "mtp_loss_type", "mtp_share_layers", "num_nextn_predict_layers")
@@ -50,9 +50,7 @@ class ExaoneMoeConfig(SlidingConfig):
         reader = ConfigReader.of_family(config, "exaone_moe", *OTHER_KEYS)
         reader.require("scoring_func", "sigmoid")
         reader.require("topk_method", "noaux_tc")
-        window = reader.get_optional("sliding_window", int)
-        if reader.is_absent("sliding_window"):
-            window = WINDOW
+        window = read_window(reader)
         usual = _layer_types(reader, window)
         return cls.read(
             reader,

@@ -24,7 +24,7 @@ class Decoder(Protocol):
 
     @property
     def config(self) -> Any:
-        """Facts with `vocab_size` and `max_position_embeddings`."""
+        """Facts with `vocab_size`, `max_position_embeddings` and `length_reason`."""
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache."""
@@ -243,7 +243,7 @@ def _check_prompts(
             raise ValueError(
                 f"prompts[{row}] has {len(prompt)} tokens and max_new_tokens="
                 f"{options.max_new_tokens}: together they exceed max_position_embeddings={limit}"
-                f"{getattr(model.config, 'length_reason', '')}. Shorten one of them."
+                f"{model.config.length_reason}. Shorten one of them."
             )
     if not 0 <= options.pad_token_id < vocab_size:
         raise ValueError(

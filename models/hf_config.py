@@ -115,19 +115,27 @@ class ConfigReader:
         self._known: set[str] = set()
 
     @classmethod
-    def of_family(cls, config: Mapping[str, Any], model_type: str, *ignored: str) -> "ConfigReader":
+    def of_family(
+        cls,
+        config: Mapping[str, Any],
+        model_type: str,
+        *ignored: str,
+        aliases: Sequence[str] = (),
+    ) -> "ConfigReader":
         """Return a reader of a family's config.json, opened as most families open it.
 
         Args:
             config: its keys.
             model_type: what the file must say it is.
             ignored: keys that change nothing here, beside those of bookkeeping and training.
+            aliases: what else it may say it is.
 
         Raises:
             ValueError: another model type, or a quantisation that is not read here.
         """
         reader = cls(config, f"config.json ({model_type})")
-        reader.require("model_type", model_type)
+        if reader.get_raw("model_type") not in aliases:
+            reader.require("model_type", model_type)
         reader.require_quantization()
         reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *ignored)
         return reader

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
+from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, gated_moe
-from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts
+from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts, softmax_router
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -112,17 +112,10 @@ def build_feed_forward(
     act = config.hidden_act
     if layer not in config.sparse_layers:
         return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
-    router = RouterTopK(
-        num_experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        hidden_size=config.hidden_size,
-        act_fn="softmax",
-        renormalize=config.norm_topk_prob,
-    )
     width = config.shared_expert_intermediate_size
     shared = SharedExperts(config.hidden_size, width, 1, act, dtype, is_gated=True)
     size = config.moe_intermediate_size
-    return gated_moe(router, size, dtype, backend, shared, hidden_act=act)
+    return gated_moe(softmax_router(config), size, dtype, backend, shared, hidden_act=act)
 
 
 def weight_map(config: Qwen2MoeConfig) -> WeightMap:

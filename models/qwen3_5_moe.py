@@ -90,9 +90,6 @@ class Qwen35MoeConfig(DecoderConfig):
         reader.require("attn_output_gate", True)
         reader.require("mamba_ssm_dtype", "float32")
         reader.require("output_gate_type", "swish")
-        interval = reader.get_size("full_attention_interval", 4)
-        layers = range(1, reader.get("num_hidden_layers", int) + 1)
-        usual = tuple(LAYER_TYPES[layer % interval == 0] for layer in layers)
         part = TURNED_PART
         rope = RopeConfig.from_hf(reader, default_part=part, ignored=IMAGE_ROPE_KEYS)
         return cls.read(
@@ -103,7 +100,7 @@ class Qwen35MoeConfig(DecoderConfig):
             shared_expert_intermediate_size=reader.get("shared_expert_intermediate_size", int),
             num_experts=reader.get("num_experts", int),
             num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            layer_types=reader.get_strings("layer_types") or usual,
+            layer_types=read_layer_types(reader),
             linear_attention=read_delta_net(reader),
             num_vision_layers=vision_layers,
         )
@@ -111,6 +108,14 @@ class Qwen35MoeConfig(DecoderConfig):
     def make_norm(self, size: int, dtype: torch.dtype) -> OffsetRMSNorm:
         """Return a norm that scales by one plus its weight."""
         return OffsetRMSNorm(size, self.rms_norm_eps, dtype)
+
+
+def read_layer_types(reader: ConfigReader) -> tuple[str, ...]:
+    """Read the kind of each layer: every so many layers attention is full, if nothing else."""
+    interval = reader.get_size("full_attention_interval", 4)
+    layers = range(1, reader.get("num_hidden_layers", int) + 1)
+    usual = tuple(LAYER_TYPES[layer % interval == 0] for layer in layers)
+    return reader.get_strings("layer_types") or usual
 
 
 def read_delta_net(reader: ConfigReader) -> DeltaNetSizes:

@@ -123,16 +123,19 @@ class Model(DecoderModel):
         config = self.config
         if layer not in config.sparse_layers:
             return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-        router = RouterTopK(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=config.norm_topk_prob,
-        )
-        return gated_moe(
-            router, config.moe_intermediate_size, dtype, backend, hidden_act=config.hidden_act
-        )
+        size = config.moe_intermediate_size
+        return gated_moe(softmax_router(config), size, dtype, backend, hidden_act=config.hidden_act)
+
+
+def softmax_router(config: Qwen3MoeConfig) -> RouterTopK:
+    """Return the router of a sparse layer, in float32."""
+    return RouterTopK(
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        hidden_size=config.hidden_size,
+        act_fn="softmax",
+        renormalize=config.norm_topk_prob,
+    )
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:

@@ -26,6 +26,7 @@ from neuron_moe.models.qwen3_5_moe import (
     attention_rules,
     prediction_names,
     read_delta_net,
+    read_layer_types,
 )
 from neuron_moe.models.qwen3_moe import read_experts
 from neuron_moe.models.rope import RopeConfig
@@ -57,9 +58,6 @@ class Qwen3NextConfig(GatedSharedConfig):
         reader.require("attention_bias", False)
         reader.require("use_sliding_window", False)
         reader.require("hidden_act", "silu")  # which linear attention reads too
-        interval = reader.get_size("full_attention_interval", 4)
-        layers = range(1, reader.get("num_hidden_layers", int) + 1)
-        usual = tuple(LAYER_TYPES[layer % interval == 0] for layer in layers)
         shared = "shared_expert_intermediate_size"
         return cls.read(
             reader,
@@ -67,7 +65,7 @@ class Qwen3NextConfig(GatedSharedConfig):
             rope=RopeConfig.from_hf(reader, default_part=TURNED_PART),
             attention_bias=False,
             sliding_window=None,
-            layer_types=reader.get_strings("layer_types") or usual,
+            layer_types=read_layer_types(reader),
             linear_attention=read_delta_net(reader),
             shared_expert_intermediate_size=reader.get(shared, int),
             **read_experts(reader),

@@ -140,9 +140,8 @@ def check_servable(model: DecoderModel, longest: int) -> None:
         model: to be served.
         longest: tokens of a sequence, vLLM's max_model_len.
     """
-    if (reason := getattr(model.config, "length_reason", "")) and (
-        longest > (limit := model.config.max_position_embeddings)
-    ):
+    reason, limit = model.config.length_reason, model.config.max_position_embeddings
+    if reason and longest > limit:
         raise ValueError(
             f"max_model_len={longest}: must be at most {limit}{reason}."
             f" Give --max-model-len {limit}."
