@@ -22,6 +22,7 @@ from nki_kernels.common.formula import (
     Limits,
     RouterFormula,
     num_projections,
+    why_no_expert,
 )
 
 __all__ = [
@@ -173,9 +174,19 @@ class ExpertSpec:
         for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
             check_positive_int(name, getattr(self, name))
         check_top_k(self.top_k, self.num_experts)
-        check_choice("activation", self.formula.activation, EXPERT_ACTIVATIONS)
+        check_formula(self.formula)
         if self.capacity_factor is not None:
             check_capacity(self.capacity_factor)
+
+
+def check_formula(formula: ExpertFormula) -> None:
+    """Raise ValueError unless an expert's formula has a known activation and fits itself."""
+    check_choice("activation", formula.activation, EXPERT_ACTIVATIONS)
+    for name in ("scale", "up_offset", "gate_softcap", "up_softcap"):
+        check_finite(name, getattr(formula, name))
+    why = why_no_expert(formula)
+    if why:
+        raise ValueError(why)
 
 
 def text_of(formula: ExpertFormula) -> str:
@@ -219,22 +230,31 @@ class SharedSpec:
     Args:
         hidden_size: H.
         intermediate_size: I of all of them together.
-        activation: of the gate, one of EXPERT_ACTIVATIONS.
+        formula: what they compute, without biases.
         is_fused: gate and up projections are one matrix.
         is_gated: each token is scaled by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
     """
 
     hidden_size: int
     intermediate_size: int
-    activation: str
+    formula: ExpertFormula = field(default_factory=ExpertFormula)
     is_fused: bool = False
     is_gated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
             check_positive_int(name, getattr(self, name))
-        check_choice("activation", self.activation, EXPERT_ACTIVATIONS)
+        check_formula(self.formula)
         check_bools(self, ("is_fused", "is_gated"))
+        if self.formula.has_gate_up_bias or self.formula.has_down_bias:
+            raise ValueError(
+                "formula: shared experts have no biases, has_gate_up_bias and has_down_bias must be"
+                " False. Leave them out."
+            )
+        if self.is_fused and not self.formula.has_gate:
+            raise ValueError(
+                "is_fused=True, has_gate=False: there is one projection. Use is_fused=False."
+            )
 
 
 def open_features(features: str | frozenset[str]) -> frozenset[str]:

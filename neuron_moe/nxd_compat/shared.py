@@ -16,7 +16,7 @@ from neuron_moe.nxd_compat.sharder import mark_shared
 from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, as_collectives
-from neuron_moe.spec import SharedSpec, as_dtype
+from neuron_moe.spec import ExpertFormula, SharedSpec, as_dtype
 
 
 @names_its_keys
@@ -27,7 +27,7 @@ class SharedExperts(shared_experts.SharedExperts):
         hidden_size: H.
         intermediate_size: width of one shared expert.
         num_shared_experts: I = intermediate_size * num_shared_experts.
-        hidden_act: one of HIDDEN_ACTIVATIONS.
+        hidden_act: one of HIDDEN_ACTIVATIONS; no effect beside a formula.
         dtype: dtype of the weights, or its name.
         tensor_model_parallel_group: ranks that split I; the output is then a partial sum. Default:
             the tensor parallel ranks of `parallel_state`. `parallel_state.get_world_group()` splits
@@ -40,6 +40,7 @@ class SharedExperts(shared_experts.SharedExperts):
         transpose_weights: no effect; the state dict stays as above, NxD's before its hook, and
             kernels lay weights out themselves.
         is_gated: scale each token by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
+        formula: what they compute, if not down(act(gate(x)) * up(x)); not in NxD.
         device: where the weights live.
 
     Attributes:
@@ -63,6 +64,7 @@ class SharedExperts(shared_experts.SharedExperts):
         transpose_weights: bool = False,
         *,
         is_gated: bool = False,
+        formula: ExpertFormula | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         for name, value in (
@@ -75,7 +77,7 @@ class SharedExperts(shared_experts.SharedExperts):
         spec = SharedSpec(
             hidden_size=hidden_size,
             intermediate_size=intermediate_size * num_shared_experts,
-            activation=ACTIVATION_NAMES.get(act, act),
+            formula=formula or ExpertFormula(ACTIVATION_NAMES.get(act, act)),
             is_fused=fused_gate_up_projection,
             is_gated=is_gated,
         )

@@ -22,7 +22,7 @@ from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.cases import GPT_OSS, Decode, records
+from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode, records
 from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 
@@ -34,6 +34,7 @@ RMS_FACTOR = 1.05
 SELECTIVE, ALL = {"mode": "selective"}, {"mode": "all"}
 CASES = {
     "T1-H128-I64-E8-K2": Decode(1, 128, 64, 8, 2),
+    "T2-H192-I60-E8-K4-situ": Decode(2, 192, 60, 8, 4, has_bias=True, options=SITU),
     "T1-H192-I60-E8-K4-gpt-oss": Decode(1, 192, 60, 8, 4, has_bias=True, options=GPT_OSS),
     "T1-H128-I64-E4-K4-one-of-3-ranks": Decode(1, 128, 64, 4, 4, ranks=3, rank=1),
     "T1-H128-I64-E8-K1-pre": Decode(1, 128, 64, 8, 1, options={"scaling": "pre"}),

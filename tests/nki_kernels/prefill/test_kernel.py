@@ -21,7 +21,7 @@ from nki_kernels.prefill import (
 )
 from nki_kernels.prefill.memory import sbuf_bytes
 from nki_sim import SimOptions
-from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill, config_of
+from tests.nki_kernels.prefill.cases import GPT_OSS, SITU, Prefill, config_of
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
@@ -128,9 +128,10 @@ CASES = {
     "T90-H128-I64-E4-K2-gelu-tanh": Prefill(
         90, 128, 64, 4, 2, 64, options={"activation": "gelu_tanh", "scale": 0.7}
     ),
-    "T150-H128-I260-E4-K2-relu-no-gate": Prefill(
-        150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
+    "T150-H128-I260-E4-K2-relu2-no-gate": Prefill(
+        150, 128, 260, 4, 2, 64, options={"activation": "relu2", "has_gate": False}
     ),
+    "T60-H128-I60-E4-K2-situ": Prefill(60, 128, 60, 4, 2, 64, has_bias=True, options=SITU),
     "T150-H192-I60-E4-K1-silu-no-gate-bias-pre": Prefill(
         150,
         192,
