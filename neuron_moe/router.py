@@ -9,6 +9,8 @@ of weights and hidden states; float64 hidden states are routed in float64.
 | Llama4 | sigmoid | logits | sigmoid | scales the expert input |
 | Qwen3-MoE, Mixtral, DBRX | softmax over all | logits | probability | / sum of k |
 | DeepSeek-V3, GLM, Kimi | sigmoid | score + bias, in expert groups | score | / sum of k, x scale |
+| DeepSeek-V4 | sqrt(softplus) | score + bias, or a table of token ids | score | the same |
+| LongCat | softmax over all, identities too | score + bias | probability | x scale |
 
 Axes: T tokens, E experts, K experts per token, H hidden, G expert groups.
 """
@@ -94,9 +96,9 @@ def route(
         if index_TK is None:
             _, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
         chosen_TK = logits_TE.gather(1, index_TK)
-        affinities_TK = _activate(chosen_TK, formula.act_fn)
+        affinities_TK = activate(chosen_TK, formula.act_fn)
     else:
-        scores_TE = _activate(logits_TE, formula.act_fn)
+        scores_TE = activate(logits_TE, formula.act_fn)
         if index_TK is None:
             ranked_TE = _rank(logits_TE, scores_TE.detach(), formula, selection_bias_E)
             _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
@@ -117,7 +119,7 @@ def selection_scores(
     logits_TE = at_least_float32(router_logits_TE)
     if formula.act_over_topk:
         return logits_TE
-    return _rank(logits_TE, _activate(logits_TE, formula.act_fn), formula, selection_bias_E)
+    return _rank(logits_TE, activate(logits_TE, formula.act_fn), formula, selection_bias_E)
 
 
 def selection_margin(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -138,8 +140,8 @@ def _rank(
 ) -> Tensor:
     """Return what ranks experts where the activation comes before the choice.
 
-    Both activations are monotone: without a bias or groups, logits rank alike and never saturate
-    into ties.
+    Activations are monotone: without a bias or groups, logits rank alike and never saturate into
+    ties.
     """
     if selection_bias_E is None and formula.n_group == 1:
         return logits_TE
@@ -154,7 +156,10 @@ def _keep_float32(router: "Router", _incompatible: object) -> None:
         bias_E.data = bias_E.to(torch.float32)
 
 
-def _activate(scores: Tensor, act_fn: str) -> Tensor:
+def activate(scores: Tensor, act_fn: str) -> Tensor:
+    """Return scores of logits [.., E], by one of ROUTER_ACTIVATIONS."""
+    if act_fn == "sqrtsoftplus":
+        return nn.functional.softplus(scores).sqrt()
     return torch.softmax(scores, dim=-1) if act_fn == "softmax" else torch.sigmoid(scores)
 
 
@@ -240,7 +245,7 @@ class Router(nn.Module):
 
     @property
     def act_fn(self) -> str:
-        """'softmax' or 'sigmoid'."""
+        """One of ROUTER_ACTIVATIONS."""
         return self.spec.formula.act_fn
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:

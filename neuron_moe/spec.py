@@ -76,9 +76,9 @@ class RouterSpec:
     """A router apart from its weights: sizes and formula.
 
     Args:
-        num_experts: E, up to 512.
+        num_experts: E.
         hidden_size: H.
-        formula: how K experts (up to 16) are chosen and weighed.
+        formula: how K experts are chosen and weighed.
 
     Raises:
         ValueError: a size or a term of the formula out of range.

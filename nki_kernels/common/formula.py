@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nki_kernels.objects import NKIObject
 
-ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
+ROUTER_ACTIVATIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 EXPERT_ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "leaky_relu", "sigmoid", "tanh"),
 )
@@ -113,7 +113,7 @@ class RouterFormula(NKIObject):
 
     Attributes:
         top_k: K.
-        act_fn: one of ROUTER_ACTIVATIONS.
+        act_fn: one of ROUTER_ACTIVATIONS; sqrtsoftplus is sqrt(log(1 + exp(x))).
         act_over_topk: apply act_fn to the K chosen logits only (GPT-OSS).
         has_bias: the linear layer has a bias.
         has_selection_bias: a float32 bias is added to the scores for the choice, not for the

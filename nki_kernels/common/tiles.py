@@ -12,7 +12,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
@@ -305,6 +305,21 @@ def multiply_chain(
         op1=nl.multiply,
         operand1=other_sb,
     )
+
+
+def multiply_banks(
+    dst_ps: nl.NkiTensor, stationary: nl.NkiTensor, moving: nl.NkiTensor, accumulate: bool
+) -> None:
+    """Write or add a product [rows, columns] that may lie in several banks of PSUM."""
+    columns = dst_ps.shape[1]
+    for first in range(0, columns, BANK_FLOATS):
+        bank = slice(first, min(first + BANK_FLOATS, columns))
+        nisa.nc_matmul(
+            dst=dst_ps[:, bank],
+            stationary=stationary,
+            moving=moving[:, bank],
+            accumulate=accumulate,
+        )
 
 
 def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:
