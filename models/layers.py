@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
-from neuron_moe.activations import ACTIVATIONS
+from neuron_moe.activations import activate_parts
+from neuron_moe.latent import Latent
 from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
 from neuron_moe.router import Router
+from neuron_moe.spec import ExpertFormula
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -41,25 +43,42 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) without biases, of a dense layer; whole on every rank."""
+    """down(inner(gate(x), up(x))) without biases, of a dense layer; whole on every rank.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        dtype: of the weights.
+        hidden_act: as in config.json, if the formula is act(gate) * up.
+        formula: any other, with a gate or without one.
+    """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, hidden_act: str = "silu"
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        hidden_act: str = "silu",
+        formula: ExpertFormula | None = None,
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATION_NAMES.get(hidden_act, hidden_act)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
+        self.formula = formula or gated(hidden_act)
+        if self.formula.has_gate:
+            self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return [..., H]; the product is computed in float32."""
-        product = (
-            ACTIVATIONS[self.activation](self.gate_proj(hidden).float())
-            * self.up_proj(hidden).float()
-        )
-        out: Tensor = self.down_proj(product.to(hidden.dtype))
+        """Return [..., H]; the activation is computed in float32."""
+        first = (self.gate_proj, self.up_proj) if self.formula.has_gate else (self.up_proj,)
+        inner = activate_parts([part(hidden).float() for part in first], self.formula)
+        out: Tensor = self.down_proj(inner.to(hidden.dtype))
         return out
+
+
+def gated(hidden_act: str) -> ExpertFormula:
+    """Return the formula act(gate) * up of an activation as config.json names it."""
+    return ExpertFormula(ACTIVATION_NAMES.get(hidden_act, hidden_act))
 
 
 def gated_moe(
@@ -71,6 +90,8 @@ def gated_moe(
     *,
     hidden_act: str = "silu",
     scales_input: bool = False,
+    formula: ExpertFormula | None = None,
+    latent: Latent | None = None,
 ) -> MoE:
     """Return a MoE whose experts are down(act(gate(x)) * up(x)) without biases.
 
@@ -82,14 +103,18 @@ def gated_moe(
         shared: experts beside the routed ones.
         hidden_act: act, as in config.json.
         scales_input: affinities scale an expert's input, not its output.
+        formula: what an expert computes, if not this.
+        latent: projections around the experts, or None.
     """
+    formula = formula or gated(hidden_act)
     experts = RoutedExpertsMLPOpsConfig(
         num_experts=router.spec.num_experts,
         top_k=router.spec.formula.top_k,
-        hidden_size=router.spec.hidden_size,
+        hidden_size=router.spec.hidden_size if latent is None else latent.spec.latent_size,
         intermediate_size=intermediate_size,
-        hidden_act=hidden_act,
-        glu_mlp=True,
+        hidden_act="silu",
+        glu_mlp=formula.has_gate,
+        formula=formula,
         early_expert_affinity_modulation=scales_input,
     )
-    return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+    return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared, latent=latent)

@@ -29,6 +29,7 @@ __all__ = [
     "ExpertFormula",
     "ExpertSpec",
     "InitMethods",
+    "LatentSpec",
     "LayerOptions",
     "RouterFormula",
     "RouterSpec",
@@ -79,6 +80,9 @@ class RouterSpec:
         num_experts: E.
         hidden_size: H.
         formula: how K experts are chosen and weighed.
+        num_identity: Z further classes behind the experts, which give a token itself (LongCat).
+        table_size: V, if a table [V, K] of token ids chooses the experts, which scores weigh
+            (DeepSeek-V4's first layers); 0 if scores choose.
 
     Raises:
         ValueError: a size or a term of the formula out of range.
@@ -87,10 +91,22 @@ class RouterSpec:
     num_experts: int
     hidden_size: int
     formula: RouterFormula
+    num_identity: int = 0
+    table_size: int = 0
 
     def __post_init__(self) -> None:
         formula = self.formula
+        for name in ("num_identity", "table_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: must be a whole number, 0 for none.")
         check_top_k(formula.top_k, self.num_experts)
+        ranks_scores = formula.has_selection_bias or formula.n_group > 1
+        if self.table_size and (ranks_scores or formula.act_over_topk or self.num_identity):
+            raise ValueError(
+                f"table_size={self.table_size}: a table chooses among experts, so selection bias,"
+                " groups, act_over_topk and identities do not apply. Drop one of them."
+            )
         check_positive_int("hidden_size", self.hidden_size)
         check_choice("act_fn", formula.act_fn, ROUTER_ACTIVATIONS)
         check_bools(formula, ("act_over_topk", "has_bias", "has_selection_bias", "renormalize"))
@@ -118,10 +134,10 @@ class RouterSpec:
             )
         if formula.n_group == 1:
             return
-        size, rest = divmod(self.num_experts, formula.n_group)
+        size, rest = divmod(self.num_classes, formula.n_group)
         if rest or size < 2:
             raise ValueError(
-                f"n_group={formula.n_group}: num_experts={self.num_experts} must split into equal"
+                f"n_group={formula.n_group}: num_experts={self.num_classes} must split into equal"
                 " groups of at least 2 experts."
             )
         if formula.top_k > formula.topk_group * size:
@@ -134,6 +150,11 @@ class RouterSpec:
     def top_k(self) -> int:
         """K."""
         return self.formula.top_k
+
+    @property
+    def num_classes(self) -> int:
+        """E + Z: logits of a token."""
+        return self.num_experts + self.num_identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +276,27 @@ class SharedSpec:
             raise ValueError(
                 "is_fused=True, has_gate=False: there is one projection. Use is_fused=False."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Projections around the routed experts, whose hidden size is then the latent one.
+
+    Args:
+        hidden_size: H of the layer.
+        latent_size: L of the experts.
+        norm_eps: of an RMSNorm of the experts' sum; None: no norm.
+    """
+
+    hidden_size: int
+    latent_size: int
+    norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "latent_size"):
+            check_positive_int(name, getattr(self, name))
+        if self.norm_eps is not None:
+            check_finite("norm_eps", self.norm_eps)
 
 
 def open_features(features: str | frozenset[str]) -> frozenset[str]:

@@ -11,6 +11,7 @@ from neuron_moe import moe
 from neuron_moe.dispatch.shuffle import build_shuffle
 from neuron_moe.errors import WeightError, check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import RoutedExperts
+from neuron_moe.latent import Latent
 from neuron_moe.nxd_compat import loading
 from neuron_moe.nxd_compat.configs import MoEFusedTKGConfig
 from neuron_moe.nxd_compat.loading import before_load
@@ -47,6 +48,7 @@ class MoE(moe.MoE):
             one plan of the layer.
         tkg_config: its switches.
         reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+        latent: projections around the routed experts, or None; not in NxD.
 
     Attributes:
         must_load: a state dict that lacks a weight is refused also with strict=False.
@@ -80,6 +82,7 @@ class MoE(moe.MoE):
         tkg_config: MoEFusedTKGConfig | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
+        latent: Latent | None = None,
     ) -> None:
         check_instance("router", router, Router)
         check_instance("expert_mlps", expert_mlps, RoutedExperts)
@@ -111,6 +114,7 @@ class MoE(moe.MoE):
             options=options,
             model_group=None if group is None else as_collectives(group, "model"),
             shuffle=build_shuffle(token_shuffle_group_size, token_shuffle_seed),
+            latent=latent,
         )
         _refuse_group(router, self.groups["prefill"].model)
         if tkg_config is not None and backend == "nki":

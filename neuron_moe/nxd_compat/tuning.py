@@ -34,7 +34,7 @@ def expert_spec(config: RoutedExpertsMLPOpsConfig) -> ExpertSpec:
     _refuse_keys(config)
     factor = config.capacity_factor
     name = str(config.hidden_act)
-    formula = ExpertFormula(
+    formula = config.formula or ExpertFormula(
         activation=ACTIVATION_NAMES.get(name, name),
         scale=config.hidden_act_scaling_factor,
         has_gate=config.glu_mlp,

@@ -145,15 +145,15 @@ def _find_touched(
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     touched_sb = allocate(routing_table(config).listed)[0]
-    marked = []
-    for local_sb in local:
-        marked.append(_mark_chosen(expert_sb, local_sb))
     count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
+    marked = []
     for first in range(0, E, BANK_FLOATS):
         bank = slice(first, min(first + BANK_FLOATS, E))
         sums_ps = bank_ps[0:PARTITIONS, 0 : bank.stop - first]
-        for tile in range(len(marked)):
+        for tile in range(len(local)):
             rows = local[tile].shape[0]
+            if first == 0:
+                marked.append(_mark_chosen(expert_sb, local[tile]))
             nisa.nc_matmul(
                 dst=sums_ps,
                 stationary=ones_sb[0:rows, 0:PARTITIONS],
