@@ -27,6 +27,7 @@ OUTPUTS = ("o_proj", "out_proj", "down_proj")  # whose results are summed over r
 _QUERIES = {"q_proj", "q_b_proj", "kv_b_proj", "o_proj", "sinks"}
 _KEYS = {"k_proj", "v_proj"}
 _JOINT = {"qkv_proj"}  # queries, keys and values in one matrix
+_PAIR = {"gate_up_proj"}  # gate, then up
 
 
 class Part(NamedTuple):
@@ -126,6 +127,8 @@ class DenseSplit:
             elif kinds & _JOINT:
                 size = shape[axis] // (self.heads + 2 * self.kv_heads)
                 found[axis] = size * (queries + 2 * keys)
+            elif kinds & _PAIR:
+                found[axis] = 2 * ceil(shape[axis] // 2 / self.size)
             else:
                 found[axis] = ceil(shape[axis] / self.size)
         return tuple(found)
@@ -151,6 +154,10 @@ class DenseSplit:
             width = total // (self.heads + 2 * self.kv_heads)
             indices = _spread((*queries.indices, *keys, *values), width)
             return Part(axis, indices, len(indices))  # what fills up meets zeros of the output
+        if kinds & _PAIR:
+            half = _evenly(total // 2, self.rank, self.size).indices
+            indices = _settle((*half, *_shift(half, total // 2)))
+            return Part(axis, indices, len(indices))
         return _evenly(total, self.rank, self.size)._replace(axis=axis)
 
 

@@ -51,6 +51,7 @@ class GatedMLP(nn.Module):
         dtype: of the weights.
         hidden_act: as in config.json, if the formula is act(gate) * up.
         formula: any other, with a gate or without one.
+        is_fused: gate and up are one matrix.
     """
 
     def __init__(
@@ -60,19 +61,23 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype,
         hidden_act: str = "silu",
         formula: ExpertFormula | None = None,
+        *,
+        is_fused: bool = False,
     ) -> None:
         super().__init__()
         self.formula = formula or gated(hidden_act)
-        if self.formula.has_gate:
-            self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
+        names = ("gate_proj", "up_proj") if self.formula.has_gate else ("up_proj",)
+        self.first_names = ("gate_up_proj",) if is_fused else names
+        for name in self.first_names:
+            width = intermediate_size * (2 if is_fused else 1)
+            self.add_module(name, nn.Linear(hidden_size, width, bias=False, dtype=dtype))
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., H]; the activation is computed in float32."""
-        first = (self.gate_proj, self.up_proj) if self.formula.has_gate else (self.up_proj,)
-        inner = activate_parts([part(hidden).float() for part in first], self.formula)
-        out: Tensor = self.down_proj(inner.to(hidden.dtype))
+        parts = [getattr(self, name)(hidden).float() for name in self.first_names]
+        parts = [*parts[0].chunk(2, -1)] if self.first_names == ("gate_up_proj",) else parts
+        out: Tensor = self.down_proj(activate_parts(parts, self.formula).to(hidden.dtype))
         return out
 
 

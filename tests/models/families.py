@@ -433,6 +433,26 @@ FAMILIES |= {
         },
     ),
 }
+MINIMAX_M3: dict[str, Any] = {
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
+}
+FAMILIES |= {
+    "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="transformers"),
+}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
