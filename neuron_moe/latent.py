@@ -27,6 +27,8 @@ class Latent(nn.Module):
         device: where they live.
     """
 
+    norm_weight: Tensor | None
+
     def __init__(
         self,
         spec: LatentSpec,

@@ -121,10 +121,10 @@ class SharedExperts(nn.Module):
             inner = self._activated([F.linear(x, _widen(w[run], x)) for w in self.first_weights()])
             output = F.linear(inner, _widen(self.down_proj.weight[:, run], x))
         else:
-            parts = tuple(getattr(self, name)(x) for name in self.first_names)
+            first = tuple(getattr(self, name)(x) for name in self.first_names)
             if self.spec.is_fused:
-                parts = parts[0].chunk(2, dim=-1)
-            output = self.down_proj(self._activated(parts))
+                first = first[0].chunk(2, dim=-1)
+            output = self.down_proj(self._activated(first))
         if self.shared_expert_gate is not None:
             gate_1H = self.shared_expert_gate.weight
             scale = torch.sigmoid(F.linear(at_least_float32(x), at_least_float32(gate_1H)))

@@ -1,5 +1,6 @@
 """Reference of router_topk: the formula in NumPy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,10 @@ def rms_norm(hidden_TH: Array, weight_H: Array, eps: float) -> Array:
     return np.asarray(hidden_TH / np.sqrt(mean_T1 + hidden_TH.dtype.type(eps)) * weight_H)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "softmax": softmax,
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "sqrtsoftplus": lambda x: np.sqrt(np.logaddexp(0, x)),
+    "sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x))),
+    "sqrtsoftplus": lambda x: np.asarray(np.sqrt(np.logaddexp(0, x))),
 }
 
 

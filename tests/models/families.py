@@ -453,6 +453,33 @@ MINIMAX_M3: dict[str, Any] = {
 FAMILIES |= {
     "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="transformers"),
 }
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+    "intermediate_size": 96,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+FAMILIES |= {
+    "nemotron_h": Family("nemotron_h", {**NEMOTRON, "moe_latent_size": 32}),
+    "nemotron_h-nano": Family(
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention", "moe"],
+            "use_conv_bias": False,
+            "routed_scaling_factor": 2.5,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
