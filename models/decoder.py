@@ -418,7 +418,7 @@ class DecoderModel(nn.Module):
         axis = 1 if check_choice("phase", phase, ("prefill", "decode")) == "decode" else 0
         real_US = None if real_T is None else real_T.unsqueeze(axis)
         tokens = self.describe_tokens(places_T.unsqueeze(axis), real_US)
-        views = [None] * len(self.layers) if views is None else views
+        views = [None] * len(self.attentions) if views is None else views
         hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
 

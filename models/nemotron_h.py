@@ -70,6 +70,7 @@ class NemotronHConfig(DecoderConfig):
         kinds = config.get("layers_block_type") or [
             PATTERN.get(name, name) for name in pattern or ""
         ]
+        eps = config.get("layer_norm_epsilon", 1e-5)  # of all norms
         # What counts the layers is their list.
         reader = ConfigReader.of_family(
             {
