@@ -66,18 +66,12 @@ class NemotronHConfig(DecoderConfig):
         Raises:
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
-        pattern = config.get("hybrid_override_pattern")
-        kinds = config.get("layers_block_type") or [
-            PATTERN.get(name, name) for name in pattern or ""
-        ]
+        pattern = config.get("hybrid_override_pattern") or ""
+        kinds = config.get("layers_block_type") or [PATTERN.get(name, name) for name in pattern]
         eps = config.get("layer_norm_epsilon", 1e-5)  # of all norms
-        # What counts the layers is their list.
         reader = ConfigReader.of_family(
-            {
-                **config,
-                "num_hidden_layers": len(kinds) or None,
-                "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
-            },
+            # What counts the layers is their list.
+            {**config, "num_hidden_layers": len(kinds) or None, "rms_norm_eps": eps},
             "nemotron_h",
             *(*OTHER_KEYS, "hybrid_override_pattern", "layers_block_type", "layer_norm_epsilon"),
         )

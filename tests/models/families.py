@@ -47,7 +47,7 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)
     is_saved_alike: bool = True
 
-    def config(self, **sizes: int) -> dict[str, Any]:
+    def config(self, **sizes: Any) -> dict[str, Any]:
         """Return the keys of a tiny config.json, with other sizes where it has them."""
         values = {**COMMON, **self.changes, **sizes, "model_type": self.model_type}
         return {
