@@ -24,7 +24,7 @@ from neuron_moe.checkpoint.lazy import Indices, Selection, runs
 from neuron_moe.errors import check_positive_int
 
 OUTPUTS = ("o_proj", "out_proj", "down_proj")  # whose results are summed over ranks
-_QUERIES = {"q_proj", "q_b_proj", "kv_b_proj", "o_proj", "sinks"}
+_QUERIES = {"q_proj", "q_gate_proj", "q_b_proj", "kv_b_proj", "o_proj", "sinks"}
 _KEYS = {"k_proj", "v_proj"}
 _JOINT = {"qkv_proj"}  # queries, keys and values in one matrix
 _PAIR = {"gate_up_proj"}  # gate, then up
