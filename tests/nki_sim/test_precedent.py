@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check.case_file import read_cases
-from neuron_moe.tools.check.vendor import run_case
-from neuron_moe.tools.check.vendor_cases.case import Limits
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from lab.check.case_file import read_cases
+from lab.check.vendor import run_case
+from lab.check.vendor_cases.case import Limits
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from nki_sim import isa
 from nki_sim.language import api as nl
 from nki_sim.precedent import Recorder, Table, Use, recording

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from nki_sim.collectives import ReplicaGroup
 
 pytestmark = [

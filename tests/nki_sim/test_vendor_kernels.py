@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check.case_file import read_cases
-from neuron_moe.tools.check.vendor import run_case
-from neuron_moe.tools.check.vendor_cases.adapters import build_job
-from neuron_moe.tools.check.vendor_cases.case import Case, Limits
-from neuron_moe.tools.check.vendor_cases.launch import launch
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from lab.check.case_file import read_cases
+from lab.check.vendor import run_case
+from lab.check.vendor_cases.adapters import build_job
+from lab.check.vendor_cases.case import Case, Limits
+from lab.check.vendor_cases.launch import launch
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 
 CASES = read_cases(Path(__file__).with_name("vendor_cases.json"))
 

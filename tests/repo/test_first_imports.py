@@ -11,7 +11,7 @@ from tests.repo import source
 
 OPTIONAL = ("vllm", "prometheus_client", "torchtitan")  # of an environment of its own
 # Stand behind `nki_kernels.provided`, which every room of kernels imports, or the vendor's package.
-BEHIND_NKI = ("nki_kernels.common.", "neuron_moe.tools.chip.neuron")
+BEHIND_NKI = ("nki_kernels.common.", "lab.chip.neuron")
 HEAVY = "numpy, ml_dtypes, torch, matplotlib.pyplot"  # of others, imported once for all
 # Each import in a process of its own, forked from one that has imported the packages' faces, which
 # Python imports before any module inside.

@@ -25,11 +25,11 @@ from lab.bench.comparison.attempts import Attempt, fastest
 from lab.bench.decode.cases import ROUTERS
 from lab.bench.prefill.vendor import OPTIONS, with_lists
 from lab.bench.prefill.vendor_index import FULL, UNFIT, first_line, parts_of
+from lab.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.mlp import mlp_kernel
+from lab.check.vendor_cases.moe_prefill import CORES
+from lab.check.vendor_cases.router import HBM_LAYOUTS
 from neuron_moe.shared_experts import SharedExperts
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from neuron_moe.tools.check.vendor_cases.mlp import mlp_kernel
-from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES
-from neuron_moe.tools.check.vendor_cases.router import HBM_LAYOUTS
 from neuron_moe.tools.timing import layers
 from neuron_moe.tools.timing.layers import Model
 from neuron_moe.tools.timing.timelines import corner_timelines

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lab.bench import everything
-from neuron_moe.tools.commands import bench
+from lab.bench import menu as bench
 from neuron_moe.tools.pages import Listing, Table
 from neuron_moe.tools.pages.printed import blocks_of, page_of_text
 from tests.repo.published.results import result

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from lab.chip.calibrate import ROUNDS, conclude, main
+from lab.chip.coefficients import COEFFICIENTS, LAUNCH, chip_with, start_values
+from lab.chip.device import Job
 from lab.chip.fit import CLOCK_ERROR, _Problem, find_switches
 from lab.chip.model import ProbeModel
 from lab.chip.observe import Observed, observe, probe_jobs, read_observed
+from lab.chip.probes.listing import PROBES, SWITCH_PROBES
 from lab.chip.rehearse import summarise
 from lab.chip.series import Times, measure, without_drift
-from neuron_moe.tools.chip.coefficients import COEFFICIENTS, LAUNCH, chip_with, start_values
-from neuron_moe.tools.chip.device import Job
-from neuron_moe.tools.chip.probes.listing import PROBES, SWITCH_PROBES
-from neuron_moe.tools.chip.stand_in import StandIn, timed
+from lab.chip.stand_in import StandIn, timed
 from nki_sim.hardware import SWITCHES, TRN2, Hardware
 from nki_sim.lint.linter import lint_file
 from nki_sim.time.costs import price_matmul, price_meeting
@@ -165,7 +165,7 @@ def test_a_stand_in_is_the_same_chip_for_the_same_seed_and_hides_it() -> None:
 
 
 def test_all_coefficients_with_a_source_are_fitted_or_said_to_be_left_out() -> None:
-    from neuron_moe.tools.chip.coefficients import NOT_MEASURED
+    from lab.chip.coefficients import NOT_MEASURED
 
     guessed = {*TRN2.assumed_fields(), *TRN2.fields_of_kind("measured")}
     assert guessed <= {*COEFFICIENTS, *SWITCHES, *NOT_MEASURED}

@@ -18,7 +18,7 @@ from lab.bench.anchors import points as anchor_points
 from lab.bench.anchors.models import ANCHORS, DEEPSEEK, FAMILY, QWEN35, Anchor, measure
 from lab.bench.anchors.points import OutOfTimeError, Point, find_points, half, kept_trace
 from lab.bench.anchors.report import Row, draw, summaries, table
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from nki_sim.hardware import TRN2
 from nki_sim.time.estimate import estimate
 

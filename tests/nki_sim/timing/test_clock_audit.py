@@ -22,11 +22,11 @@ import torch
 import nki_sim
 from lab.bench.decode.cases import find_model
 from lab.bench.prefill.vendor import OPTIONS, VARIANTS, launch_vendor
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.backends.nki import prefill as prefill_backend
 from neuron_moe.backends.nki.operands import kernel_formula
 from neuron_moe.blocks import build_block_mapping, num_blocks
 from neuron_moe.plan import Step
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.layers import Model, choose_experts
 from neuron_moe.tools.timing.plans import experts_parts
 from nki_kernels.combine import CombineDims, combine

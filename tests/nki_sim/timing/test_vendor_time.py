@@ -13,7 +13,7 @@ import ml_dtypes
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from nki_sim.hardware import TRN2
 from nki_sim.time.timeline import TimelineOptions, schedule
 
