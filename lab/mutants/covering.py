@@ -7,14 +7,14 @@ from pathlib import Path
 
 from coverage import CoverageData
 
-from tests.mutants.places import ROOMS, ROOT, Mutant, lines_of_use
-from tests.mutants.trying import QUIET, in_fork, settle_in
+from lab.mutants.places import ROOMS, ROOT, Mutant, lines_of_use
+from lab.mutants.trying import QUIET, in_fork, settle_in
 
 # `_exit` saves what forked ranks ran, under the name of the test that forked them.
 OPTIONS = "[run]\nparallel = true\npatch = _exit\nrelative_files = true\nsource = {rooms}\n"
 # Tests of the rules of the tree, of commands, and of prices, where no mutants are made.
 LEFT_OUT = (
-    "tests/mutants",
+    "lab/mutants",
     "tests/repo",
     "tests/tools",
     "tests/nki_kernels/decode/test_fit",
@@ -60,7 +60,7 @@ def _run_under_coverage(file: str, tree: str, folder: str) -> None:
     import pytest
 
     coverage.Coverage(data_file=f"{folder}/data", config_file=f"{folder}/options").start()
-    options = ["-p", "tests.mutants.contexts", f"--outcomes={folder}/outcomes", *QUIET]
+    options = ["-p", "lab.mutants.contexts", f"--outcomes={folder}/outcomes", *QUIET]
     os._exit(pytest.main([*options, "-m", CHOSEN, file]))
 
 

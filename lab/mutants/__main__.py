@@ -1,6 +1,6 @@
 """Change single lines of the code and see whether a test notices: `make mutants`.
 
-    python -m tests.mutants --count 30 --seed 7 --processes 2
+    python -m lab.mutants --count 30 --seed 7 --processes 2
 
 Runs the suite once to learn which tests run which line. Then samples places where one operator,
 condition, call or constant can be changed, makes each change in a copy of the tree, runs the
@@ -26,10 +26,10 @@ from pathlib import Path
 from queue import Queue
 from typing import TypeVar
 
-from tests.mutants.covering import Covering, run_under_coverage, test_files
-from tests.mutants.equivalent import EQUIVALENT
-from tests.mutants.places import ROOT, Mutant, all_mutants
-from tests.mutants.trying import OutOfTimeError, run_tests
+from lab.mutants.covering import Covering, run_under_coverage, test_files
+from lab.mutants.equivalent import EQUIVALENT
+from lab.mutants.places import ROOT, Mutant, all_mutants
+from lab.mutants.trying import OutOfTimeError, run_tests
 
 BUDGET_S = 200.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
@@ -222,7 +222,7 @@ def folder_of(file: str, data: Path) -> Path:
 
 def say(text: str) -> None:
     """Print at once."""
-    print(text, flush=True)  # noqa: T201
+    print(text, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lab.fuzz.checkpoints import VALUES
+from lab.fuzz.endings import judge
 from neuron_moe.tools import cli
-from tests.fuzz.checkpoints import VALUES
-from tests.fuzz.endings import judge
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

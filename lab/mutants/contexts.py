@@ -1,6 +1,6 @@
 """A pytest plugin: tell `coverage` which test runs, and write down how long each one took.
 
-python -m coverage run -m pytest -p tests.mutants.contexts --outcomes FILE ...
+python -m coverage run -m pytest -p lab.mutants.contexts --outcomes FILE ...
 """
 
 import json

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import places
-from tests.mutants.__main__ import Attack, parts_of, survivors
-from tests.mutants.covering import Covering, turns_of
-from tests.mutants.equivalent import EQUIVALENT
-from tests.mutants.places import ROOMS, ROOT, all_mutants, lines_of_use, mutants_of
+from lab.mutants import places
+from lab.mutants.__main__ import Attack, parts_of, survivors
+from lab.mutants.covering import Covering, turns_of
+from lab.mutants.equivalent import EQUIVALENT
+from lab.mutants.places import ROOMS, ROOT, all_mutants, lines_of_use, mutants_of
 
 
 def test_every_mutant_changes_one_line_and_parses() -> None:
