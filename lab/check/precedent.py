@@ -2,11 +2,11 @@
 
     neuron-moe check precedent --json OUT
     neuron-moe check precedent --kernel my.py:exp --args x=128x4096:bfloat16
-    neuron-moe check precedent --library CHECKOUT --cases CASES --write FILE
+    neuron-moe check precedent --library CHECKOUT --cases CASES --list LIST --write FILE
 
 Runs kernels on the simulator, ours or one of yours, and compares what they use with a table
 recorded of public kernels. What it lists is not illegal: nobody showed that it compiles. The
-third form records the table anew. Nothing is timed.
+third form records the table anew, of cases and of the library's own tests. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from lab.check.case_file import read_cases
 from lab.check.kernels import NO_LIMITS
 from lab.check.kernels import run_case as run_ours
 from lab.check.vendor import run_case
-from lab.check.vendor_cases.calls import calls
 from lab.check.vendor_cases.case import Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from lab.chip.cases import SMALL
@@ -39,6 +38,7 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.spec import Tuning
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.parsers import Parser
+from nki_sim import vendor_tests
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
 from nki_sim.precedent import TABLE, Missing, Table, recording
 
@@ -109,15 +109,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"record: of the vendor's kernel library ({LIBRARY_VARIABLE})",
     )
     parser.add_argument("--cases", type=Path, metavar="FILE", help="record: as of `check vendor`")
+    parser.more.add_argument(
+        "--list", type=Path, metavar="FILE", help="record: as of `nki-sim vendor-tests`"
+    )
     parser.add_argument(
         "--samples", type=Path, metavar="CHECKOUT", help="record: of the vendor's nki-samples, too"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="record: the table to write")
     options = parser.parse_args(argv)
-    if options.write is not None and (options.library is None or options.cases is None):
+    if options.write is not None and None in (options.library, options.cases, options.list):
         raise ValueError(
             f"--write {options.write}: what is to be recorded? Give --library CHECKOUT of the"
-            " vendor's kernel library, and --cases FILE."
+            " vendor's kernel library, --cases FILE and --list FILE."
         )
     return options
 
@@ -148,13 +151,16 @@ def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool, tunin
         pass  # who records has seen it
 
 
-def vendor_runs(library: VendorLibrary, cases: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def vendor_runs(
+    library: VendorLibrary, cases: Path, tests: Path
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield names of runs of the vendor's kernels on this chip, and what runs each."""
     for case in read_cases(cases):
         if case.platform == CHIP:
             name = f"{case.kernel}/{case.variant} {case.id}"
             yield name, partial(run_case, case, library, Limits())
-    yield from calls(library)
+    words = ["--library", str(library.path), "--list", str(tests)]
+    yield "the library's own tests", partial(vendor_tests.main, words)
 
 
 def tutorial_runs(samples: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -182,7 +188,7 @@ def _each(runs: Iterator[tuple[str, Callable[[], Any]]]) -> None:
 def _record(options: argparse.Namespace) -> None:
     table = Table()
     library = VendorLibrary(options.library)
-    _add(table, "vendor", options.library, vendor_runs(library, options.cases))
+    _add(table, "vendor", options.library, vendor_runs(library, options.cases, options.list))
     if options.samples is not None:
         _add(table, "tutorials", options.samples, tutorial_runs(options.samples))
     table.write(options.write)

@@ -39,8 +39,7 @@ from lab.check.kernel_cases.prefill import BF16, Problem, formula
 from lab.check.kernel_cases.verdict import Verdict, join, judge
 from lab.check.launcher import chip, launch
 from lab.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
-from lab.check.vendor_cases.inputs import Draw
-from lab.check.vendor_cases.router import separate_logits
+from lab.check.vendor_cases.inputs import Draw, separate_logits
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.router import route as route_with_torch
 from neuron_moe.weights import LocalRouting

@@ -8,8 +8,7 @@ import torch
 from lab.check.kernel_cases.verdict import Verdict, join, judge
 from lab.check.launcher import launch
 from lab.check.vendor_cases.case import Case, Limits, scaled_note, seed_of
-from lab.check.vendor_cases.inputs import Draw, dtype_of
-from lab.check.vendor_cases.router import separate_logits
+from lab.check.vendor_cases.inputs import Draw, dtype_of, separate_logits
 from neuron_moe.router import route as route_with_torch
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.formula import RouterFormula

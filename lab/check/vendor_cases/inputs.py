@@ -110,3 +110,32 @@ def only_experts(
     for expert in touched:
         stack[expert] = fill(shape[1:])
     return stack
+
+
+def chosen_experts(logits_TE: np.ndarray, top_k: int) -> np.ndarray:
+    """Return the [T, K] experts with the largest logits."""
+    return np.argpartition(-logits_TE, top_k - 1, axis=1)[:, :top_k]
+
+
+def separate_logits(
+    draw_rows: Callable[[int], np.ndarray],
+    logits_of: Callable[[np.ndarray], np.ndarray],
+    rows: int,
+    top_k: int,
+    margin: float,
+) -> np.ndarray:
+    """Return rows whose k+1 largest logits differ by at least a margin, in units of each row's
+    spread.
+
+    Where two logits tie to within rounding, a kernel and its reference may rightly choose
+    different experts.
+    """
+    out = draw_rows(rows)
+    for _ in range(200):
+        top = -np.sort(-logits_of(out), axis=1)
+        gaps = top[:, :top_k] - top[:, 1 : top_k + 1]
+        close = np.flatnonzero(gaps.min(axis=1) < margin * top.std(axis=1))
+        if not close.size:
+            break
+        out[close] = draw_rows(close.size)
+    return out

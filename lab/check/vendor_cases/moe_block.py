@@ -11,11 +11,16 @@ import torch
 
 from lab.check.vendor_cases import mx
 from lab.check.vendor_cases.case import Case, Job, Limits, scaled_note, seed_of
-from lab.check.vendor_cases.inputs import Draw, dtype_of, only_experts
+from lab.check.vendor_cases.inputs import (
+    Draw,
+    chosen_experts,
+    dtype_of,
+    only_experts,
+    separate_logits,
+)
 from lab.check.vendor_cases.library import PACKAGE, VendorLibrary
 from lab.check.vendor_cases.moe_decode import clamp_limits, with_packed_weights
 from lab.check.vendor_cases.references import Experts, run_reference
-from lab.check.vendor_cases.router import chosen_experts, separate_logits
 
 EPS = 1e-6
 REFERENCE = "core.moe_block.moe_block_tkg_torch"
