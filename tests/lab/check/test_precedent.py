@@ -1,6 +1,7 @@
 """neuron-moe check precedent: somebody's kernel beside what public kernels use."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 
 from lab.check import menu as check
 from lab.check import precedent
+from lab.check.case_file import read_cases
 from lab.check.kernels import NO_LIMITS, run_case
-from lab.check.vendor_cases.case import Case
+from lab.check.vendor import run_case as run_vendor
+from lab.check.vendor_cases.case import Case, Limits
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
 from nki_sim.precedent import TABLE, Table, recording
@@ -91,3 +95,17 @@ def test_small_cases_are_right_with_precedents_alone(case: Case) -> None:
         found = run_case(replace(case, params=asked), NO_LIMITS)
     assert found.outcome == "passed", found.reason
     assert [one.what for one in Table.read(TABLE).without(recorder)] == []
+
+
+@pytest.mark.skipif(
+    LIBRARY_VARIABLE not in os.environ,
+    reason=f"{LIBRARY_VARIABLE} is not set: it names a checkout of the vendor's kernel library",
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_shipped_table_has_what_a_vendor_kernel_uses() -> None:
+    library = VendorLibrary(Path(os.environ[LIBRARY_VARIABLE]))
+    cases = read_cases(Path(__file__).with_name("vendor_cases.json"), match="r07")
+    with recording() as recorder:
+        assert run_vendor(cases[0], library, Limits()).outcome == "passed"
+    assert len(recorder.uses) > 20
+    assert Table.read().without(recorder) == []
