@@ -75,7 +75,7 @@ def test_the_page_about_tuning_can_be_followed(
 ) -> None:
     page = next(path for path in DOCUMENTS if path.name == "tuning.md").read_text()
     monkeypatch.chdir(tmp_path)
-    asked = [words for words in commands_of(page) if words[0] in ("tune", "explain")]
+    asked = [words for words in commands_of(page) if words[0] in ("tune", "inspect")]
     assert asked[0][0] == "tune"
     for words in asked:
         if len(words) > 1 and "..." not in words:

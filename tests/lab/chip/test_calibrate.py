@@ -219,13 +219,9 @@ def test_a_summary_names_what_was_not_recovered() -> None:
 
 
 def test_the_published_rehearsal_recovers_every_coefficient_there_is() -> None:
-    found, page = result("chip_rehearsal"), " ".join((DOCS / "chip_day.md").read_text().split())
+    found = result("chip_rehearsal")
     assert (found["wrong"], found["draws"]) == ([], 20)
     assert set(found["coefficients"]) == {*COEFFICIENTS, *SWITCHES}
-    assert f"all {len(found['coefficients'])} coefficients" in page
-    error = max(one["largest_error"] for one in found["coefficients"].values())
-    for worst in (error, max(found["kernels"].values())):
-        assert f"within {np.ceil(1000 * worst) / 10:g} %" in page
 
 
 @pytest.mark.slow

@@ -76,8 +76,7 @@ def type_in(words: list[str], folder: Path, environment: dict[str, str]) -> tupl
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_page_is_short_and_names_a_line_for_each_step() -> None:
-    assert len(PAGE.split()) < 900
+def test_the_page_names_a_line_for_each_step() -> None:
     names = [" ".join(words[:2]) if words[0] == "chip" else words[0] for words in lines()]
     assert names == [*_LESS]
 
