@@ -1,6 +1,6 @@
 """Holds the choice of tune, and what runs untuned, against all that the simulator can time.
 
-    python -m tests.tools.tune.matrix --jobs 16 --minutes 4.5 --json matrix.json
+    python -m lab.bench.tune_matrix --jobs 16 --minutes 4.5 --json matrix.json
 
 Five models at three lengths of prompts, even routing. First each case is tuned as the command does
 it; then every other point is simulated, with --factor those whose estimate is that close. A case
@@ -40,12 +40,12 @@ BLOCK_SIZES = (32, 64, 128)
 CHOSEN, UNTUNED, EXHAUSTIVE, MINUTES = 1.02, 1.03, 12, 10.0
 
 
-def tell(text: str) -> None:
+def _tell(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def problem_of(case: tuple[str, int]) -> Problem:
+def _problem_of(case: tuple[str, int]) -> Problem:
     name, tokens = case
     layer = RankLayer(
         load_config(name), name, tp=MODELS[name], backend="nki", tuning=Tuning(num_cores=2)
@@ -58,24 +58,25 @@ def problem_of(case: tuple[str, int]) -> Problem:
 def points_of(case: tuple[str, int]) -> tuple[list[Point], list[Point], Point, Point, float]:
     """Return what tune simulates, all points, the untuned one, the default, and the seconds."""
     began = time.monotonic()
-    problem = problem_of(case)
+    problem = _problem_of(case)
     points = problem.points(BLOCK_SIZES)
     asked, untuned, default = points_to_simulate(problem, points, 6)
     return asked, points, untuned, default, time.monotonic() - began
 
 
 def main() -> int:
-    args = parse()
+    """Tune, simulate the rest, print; return 1 where a target is missed."""
+    args = _parse()
     cases = [(name, tokens) for tokens in args.tokens for name in args.models]
     with multiprocessing.get_context("fork").Pool(min(args.jobs, len(cases))) as pool:
         planned = dict(zip(cases, pool.map(points_of, cases, chunksize=1), strict=True))
-    tell(f"planned; {sum(len(each[1]) for each in planned.values())} points in all")
-    problems = {case: problem_of(case) for case in cases}
+    _tell(f"planned; {sum(len(each[1]) for each in planned.values())} points in all")
+    problems = {case: _problem_of(case) for case in cases}
     kept = Kept(args.cache)
     tuned = {case: PrefillWork(problems[case], planned[case][0], kept) for case in cases}
     few = {case: few_tokens_work(problems[case], kept) for case in cases}
     rest = {
-        case: PrefillWork(problems[case], others(planned[case], args.factor), kept)
+        case: PrefillWork(problems[case], _others(planned[case], args.factor), kept)
         for case in cases
     }
     seconds = dict.fromkeys(cases, 0.0)
@@ -84,25 +85,25 @@ def main() -> int:
     def on_taken(work: Work, task: Task, pace: Pace, took: float) -> None:
         if id(work) in owners:
             seconds[owners[id(work)]] += took
-        tell(f"{work.name}, {task.name} [{took:.1f} s]; {pace.text()}")
+        _tell(f"{work.name}, {task.name} [{took:.1f} s]; {pace.text()}")
 
     first = [*tuned.values(), *(each for each in few.values() if each is not None)]
     phases = [lambda: list(first), lambda: list(rest.values())]
     run_phases(phases, on_taken, args.jobs, args.minutes)
     rows = [
-        row_of(case, planned[case], tuned[case], rest[case], seconds[case])
+        _row_of(case, planned[case], tuned[case], rest[case], seconds[case])
         for case in cases
         if tuned[case].times
     ]
     for row in rows:
         add_few_tokens(row, few[row["model"], row["tokens"]])
-    print_rows(rows)
+    _print_rows(rows)
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
-    return 1 if misses(rows) else 0
+    return 1 if _misses(rows) else 0
 
 
-def others(planned: Any, factor: float) -> list[Point]:
+def _others(planned: Any, factor: float) -> list[Point]:
     asked, points, _, _, _ = planned
     seen = {repr((point.config, point.block_size)) for point in asked}
     most = factor * points[0].estimated_us
@@ -113,7 +114,7 @@ def others(planned: Any, factor: float) -> list[Point]:
     ]
 
 
-def row_of(
+def _row_of(
     case: tuple[str, int], planned: Any, tuned: PrefillWork, rest: PrefillWork, seconds: float
 ) -> dict[str, Any]:
     asked, _, untuned, default, planning = planned
@@ -145,7 +146,7 @@ def add_few_tokens(row: dict[str, Any], few: DecodeWork | None) -> None:
         row |= {name: min(row[name], us) for name in ("best_us", "chosen_us")}
 
 
-def misses(rows: list[dict[str, Any]]) -> list[str]:
+def _misses(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for row in rows:
         name = f"{row['model']} T={row['tokens']}"
@@ -164,7 +165,7 @@ def misses(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     table = [
         [
             "model",
@@ -196,14 +197,14 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
                 f"{row['tune_s_on_two_cores']:.0f}",
             ]
         )
-    tell(format_table(table))
+    _tell(format_table(table))
     whole = sum(row["left_out"] == 0 for row in rows)
     good = sum(row["left_out"] == 0 and row["chosen_us"] <= CHOSEN * row["best_us"] for row in rows)
-    tell(f"{good} of {whole} exhaustive cases are within {CHOSEN - 1:.0%} of the best")
-    tell("\n".join(misses(rows)))
+    _tell(f"{good} of {whole} exhaustive cases are within {CHOSEN - 1:.0%} of the best")
+    _tell("\n".join(_misses(rows)))
 
 
-def parse() -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
