@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = option.parse_known_args(args)[0]
     if asked.report is None:
         return MENU.main(args)
+    from lab.bench.printed import Tee, page_of_text
     from neuron_moe.tools.pages import write_page
-    from neuron_moe.tools.pages.printed import Tee, page_of_text
 
     tee = Tee(sys.stdout, keeps_json=asked.json is None)
     with contextlib.redirect_stdout(tee):

@@ -7,8 +7,8 @@ import pytest
 
 from lab.bench import everything
 from lab.bench import menu as bench
+from lab.bench.printed import blocks_of, page_of_text
 from neuron_moe.tools.pages import Listing, Table
-from neuron_moe.tools.pages.printed import blocks_of, page_of_text
 from tests.repo.published.results import result
 from tests.tools.pages.asks import check_page
 

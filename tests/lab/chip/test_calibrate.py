@@ -37,9 +37,9 @@ def model() -> ProbeModel:
 
 def test_probes_keep_to_the_dialect() -> None:
     files = [
-        *(ROOT / "tools" / "chip" / "probes").glob("*.py"),
-        ROOT / "tools" / "chip" / "open_features" / "kernels.py",
-        ROOT / "tools" / "chip" / "open_features" / "tiles.py",
+        *(ROOT / "lab" / "chip" / "probes").glob("*.py"),
+        ROOT / "lab" / "chip" / "open_features" / "kernels.py",
+        ROOT / "lab" / "chip" / "open_features" / "tiles.py",
     ]
     findings = [
         str(finding)

@@ -54,7 +54,7 @@ def plant(folder: Path) -> dict[str, str]:
         "PATH": f"{folder / 'sdk' / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(map(str, (HERE / "sdk_stub", folder / "sdk", ROOT))),
         "SDK_STUB_LOG": str(folder / "log"),
-        "SDK_STUB_DUMP": str(HERE / "dump_of_a_sum.json"),
+        "SDK_STUB_DUMP": str(ROOT / "tests" / "tools" / "chip" / "dump_of_a_sum.json"),
         "NKI_ARTIFACTS_DIR": str(folder / "artifacts"),
     }
 
