@@ -28,6 +28,7 @@ from typing import Any, Final
 from lab.check.case_file import read_cases
 from lab.check.kernels import NO_LIMITS
 from lab.check.kernels import run_case as run_ours
+from lab.check.uses import TABLE, Missing, Table, recording
 from lab.check.vendor import run_case
 from lab.check.vendor_cases.case import Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
@@ -38,9 +39,7 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.spec import Tuning
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.parsers import Parser
-from nki_sim import vendor_tests
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
-from nki_sim.precedent import TABLE, Missing, Table, recording
 
 CHIP: Final = "trn2"
 _TUNING: Final = Tuning()
@@ -155,6 +154,8 @@ def vendor_runs(
     library: VendorLibrary, cases: Path, tests: Path
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield names of runs of the vendor's kernels on this chip, and what runs each."""
+    from nki_sim import vendor_tests  # pytest is no dependency
+
     for case in read_cases(cases):
         if case.platform == CHIP:
             name = f"{case.kernel}/{case.variant} {case.id}"
