@@ -30,8 +30,16 @@ class LayerSpec:
 
 
 @dataclass
+class RecurrentLayerSpec:
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass
 class KVSpec:
     layers: list[LayerSpec]
+    recurrent_layers: Sequence[RecurrentLayerSpec] | None = None  # theirs: an empty list
 
 
 @dataclass
@@ -89,9 +97,11 @@ def stand_in(
     group: GroupCoordinator | None = None,
     ep_degree: int = 1,
     dcp_size: int = 1,
+    mesh: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Put the stand-ins where the native form imports from."""
+    """Put the stand-ins where the native form imports from; `mesh` is groups of EP-TP and EP."""
     tensor, context = group or GroupCoordinator(), GroupCoordinator(dcp_size)
+    rows, columns = (GroupCoordinator(device_group=each) for each in mesh)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.distributed": {},
@@ -101,9 +111,15 @@ def stand_in(
         },
         "vllm_neuron": {},
         "vllm_neuron.model": {},
-        "vllm_neuron.model.kv_cache": {"LayerSpec": LayerSpec, "KVSpec": KVSpec},
+        "vllm_neuron.model.kv_cache": {
+            each.__name__: each for each in (LayerSpec, RecurrentLayerSpec, KVSpec)
+        },
         "vllm_neuron.parallel": {},
-        "vllm_neuron.parallel.neuron_parallel_state": {"get_neuron_ep_degree": lambda: ep_degree},
+        "vllm_neuron.parallel.neuron_parallel_state": {
+            "get_neuron_ep_degree": lambda: ep_degree,
+            "get_neuron_ep_tp_group": lambda: rows,
+            "get_neuron_ep_group": lambda: columns,
+        },
         "vllm_neuron.utils": {},
         "vllm_neuron.utils.checkpoints": {"SafetensorsCheckpoint": SafetensorsCheckpoint},
         "vllm_neuron.utils.weight_loader": {

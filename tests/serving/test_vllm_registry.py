@@ -3,31 +3,46 @@
 import importlib.util
 import re
 import shlex
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
-from neuron_moe.serving.options import ARCHITECTURE, NATIVE_ARCHITECTURE
+from neuron_moe.models.shipped import TINY_NAME
+from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
 from neuron_moe.serving.plugin import register
+from tests.serving.conftest import Folders
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-@pytest.mark.parametrize("name", [ARCHITECTURE, NATIVE_ARCHITECTURE])
-def test_the_registry_takes_the_class(name: str) -> None:
+@pytest.mark.parametrize("name", [ARCHITECTURE, NATIVE_ARCHITECTURE, HYBRID_ARCHITECTURE])
+def test_the_registry_takes_the_class(name: str, folder_of: Folders) -> None:
     from vllm import ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
     register()
+    is_hybrid = name == HYBRID_ARCHITECTURE
     config = EngineArgs(
-        model=str(checkpoint_folder(TINY_NAME)),
+        model=str(folder_of("qwen3_5_moe" if is_hybrid else TINY_NAME)),
         hf_overrides={"architectures": [name], "quantization_config": {}},
         enforce_eager=True,
     ).create_model_config()
     assert config.runner_type == "generate"
     found, _ = ModelRegistry.resolve_model_cls(name, model_config=config)
     assert found.__name__ == name
+    assert config.is_hybrid == is_hybrid
+    if is_hybrid:  # pages are sized by what the class says, which is what vLLM's own says
+        ranks = SimpleNamespace(tensor_parallel_size=2)
+        settings = SimpleNamespace(
+            model_config=config, parallel_config=ranks, speculative_config=None
+        )
+        ours, theirs = (
+            each.get_mamba_state_shape_from_config(settings) for each in (found, Qwen3_5ForCausalLM)
+        )
+        assert [*map(prod, ours)] == [*map(prod, theirs)]
 
 
 def _documented() -> list[list[str]]:
