@@ -78,15 +78,21 @@ class VocabularyHead(nn.Module):
         linear: this rank's part, as large as that of the others.
         group: the ranks.
         vocab_size: V.
+
+    Attributes:
+        gathers: else it returns the logits of this rank's rows.
     """
 
     def __init__(self, linear: nn.Linear, group: Collectives, vocab_size: int) -> None:
         super().__init__()
+        self.gathers = True
         self.group, self.weight, self.vocab_size = group, linear.weight, vocab_size
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [.., V] of hidden states [.., H]."""
         own = functional.linear(hidden, self.weight)
+        if not self.gathers:
+            return own
         return gather_columns(self.group, own)[..., : self.vocab_size]
 
 

@@ -19,8 +19,9 @@ from neuron_moe.models.delta_net import GatedDeltaNet
 from neuron_moe.models.loader import parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
+from neuron_moe.serving.heads import gather_columns
 from neuron_moe.serving.neuron_attention import attend_pages, recur_pages, view_of
-from neuron_moe.serving.neuron_dense import cut_dense
+from neuron_moe.serving.neuron_dense import VocabularyHead, cut_dense
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
 from neuron_moe.serving.options import (
     ARCHITECTURE,
@@ -39,10 +40,6 @@ _SETTLED: dict[str, tuple[Any, str]] = {
     "apply_prefill_dcp": (False, _RAISE_TP),
     "all2all_backend": (None, "Leave it out: experts exchange by all-reduce."),
     "fp8_packed_kv": (False, "Leave it out: pages are in the dtype of the model."),
-    "on_device_sampling_config": (
-        None,
-        "Set it to null in --additional-config: this model returns logits.",
-    ),
 }
 
 
@@ -59,7 +56,6 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         vllm_config: of vLLM itself, whose runner makes models another way.
 
     Attributes:
-        supports_on_device_sampling: read by the plugin, which then samples on the host.
         is_hybrid: read by vLLM; there are recurrent layers.
 
     Raises:
@@ -67,7 +63,6 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             for, or none of this class.
     """
 
-    supports_on_device_sampling = False
     is_hybrid = False
 
     def __init__(
@@ -96,6 +91,8 @@ class NeuronMoeNativeForCausalLM(nn.Module):
                 f"architectures: {name} is for models {'without' if wanted else 'with'} recurrent"
                 f" layers. Name {other} in --hf-overrides."
             )
+        self._sampler: Any = None
+        self._tells_logits = False
         self._caches: list[tuple[Tensor, ...]] = []
         self._names = []
         for layer, attention in enumerate(attentions):
@@ -133,7 +130,8 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         Raises:
             ValueError: something is asked for that this model does not do.
         """
-        _check_config(text_neuron_config if neuron_config is None else neuron_config)
+        settings = text_neuron_config if neuron_config is None else neuron_config
+        _check_config(settings)
         folder = Path(hf_config.name_or_path)
         if not folder.is_dir():
             raise ValueError(
@@ -142,7 +140,32 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         options = ServingOptions.read({OPTIONS_KEY: getattr(hf_config, OPTIONS_KEY, {})})
         _take_groups()
         dtype = getattr(hf_config, "dtype", None) or torch.bfloat16
-        return cls(folder, dtype, options)
+        model = cls(folder, dtype, options)
+        model._take_sampler(settings)
+        return model
+
+    def _take_sampler(self, neuron_config: Any) -> None:
+        """Let the plugin's sampler choose tokens, where they are to be sampled on the device; it
+        takes each rank's logits.
+        """
+        settings = getattr(neuron_config, "on_device_sampling_config", None)
+        if settings is None:
+            return
+        group, vocab_size = _model_group(), self.model.config.vocab_size
+        if group is not None and vocab_size % group.size:
+            raise ValueError(
+                f"on_device_sampling_config: vocab_size={vocab_size} must divide by the"
+                f" {group.size} ranks. Set it to null in --additional-config, and pass"
+                " --no-async-scheduling."
+            )
+        ranks = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+        sampler = importlib.import_module(f"{PLUGIN}.nn.sampler").Sampler
+        self._sampler = sampler(settings, process_group=ranks.device_group)
+        self._tells_logits = bool(getattr(neuron_config, "max_logprobs", 0)) or (
+            getattr(neuron_config, "debug_logits_dir", None) is not None
+        )
+        if isinstance(self.model.lm_head, VocabularyHead):
+            self.model.lm_head.gathers = False
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H], the embeddings of [T] token ids."""
@@ -232,8 +255,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         logit_mask: Tensor | None = None,
         rank: Tensor | None = None,
         **_more: Any,
-    ) -> Tensor:
-        """Return logits [n, V] of the sampled positions.
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return logits [n, V] of the sampled positions; where they are sampled on the device,
+        tokens [n] and the logits, if they were asked for.
 
         Args:
             input_ids: [T] token ids, padded to the bucket.
@@ -243,10 +267,10 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             attn_metadata: by layer: slot_mapping [T], block_table_tensor, max_query_len,
                 decode_token_threshold and, for tables cut to a window, swa_kv_pos_offset.
             sampling_positions: [n] which of the T tokens to give logits for; None for all.
-            sampling_params: of sampling on the device, which it does not do.
+            sampling_params: [n, 3] of sampling on the device: top_k, top_p, temperature.
             spec_decode_metadata: of speculation, which it does not do.
-            logit_mask: of sampling on the device.
-            rank: of this process; its weights are of one rank already.
+            logit_mask: [n, V] bool of sampling on the device, which tokens may be.
+            rank: of this process, for the sampler; the weights are of one rank already.
 
         Raises:
             ValueError: embeddings or speculation were given, or no pages are bound.
@@ -274,8 +298,14 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         )
         if sampling_positions is not None:
             hidden_TH = hidden_TH.index_select(0, sampling_positions)
-        logits_nV: Tensor = self.model.compute_logits(hidden_TH)
-        return logits_nV
+        logits: Tensor = self.model.compute_logits(hidden_TH)
+        if self._sampler is None:
+            return logits
+        tokens_n = self._sampler(logits, sampling_params, logit_mask=logit_mask, tp_rank=rank)
+        if not self._tells_logits:
+            return tokens_n, None
+        group = _model_group()
+        return tokens_n, logits if group is None else gather_columns(group, logits)
 
     def load_weights(
         self, checkpoint_path: str, device: torch.device, cache_dir: str | None

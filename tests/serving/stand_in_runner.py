@@ -26,8 +26,19 @@ PREFILL_BUCKETS = (32, 64)
 DECODE_BUCKETS = (2, 4)
 
 
+Sampled = tuple[Tensor | None, Tensor]
+
+
 class RecompiledError(AssertionError):
     pass
+
+
+def _token(found: Sampled) -> int:
+    """Return the best token, which must be the one that was sampled."""
+    token, logits = found
+    best = int(logits.argmax())
+    assert token is None or int(token) == best
+    return best
 
 
 def native_class(folder: Any) -> type[NeuronMoeNativeForCausalLM]:
@@ -47,6 +58,7 @@ class Runner:
         captures: compile static graphs, which run as they are; else all runs eagerly.
         trims: cut the tables of sliding layers to their window in decode.
         segment: tokens of a segment of prefill; None prefills at once.
+        samples: let tokens be sampled on the device.
 
     Attributes:
         graphs: that were captured.
@@ -63,12 +75,18 @@ class Runner:
         captures: bool = False,
         trims: bool = False,
         segment: int | None = None,
+        samples: bool = False,
     ) -> None:
         hf_config = SimpleNamespace(name_or_path=str(folder), dtype=dtype)
         if options is not None:
             hf_config.neuron_moe = options
         with torch.device("meta"):
-            self.model = native_class(folder).from_configs(hf_config, None)
+            self.model = native_class(folder).from_configs(
+                hf_config,
+                SimpleNamespace(
+                    on_device_sampling_config=object() if samples else None, max_logprobs=5
+                ),
+            )
         self.model.load_weights(str(folder), torch.device("cpu"), None)
         spec = self.model.get_kv_spec()
         self.specs, self.states = spec.layers, spec.recurrent_layers or []
@@ -76,7 +94,7 @@ class Runner:
         self.graphs, self.is_warm, self.codes = 0, False, list[str]()
         self.operators = set[str]()
         self._allocate(max(DECODE_BUCKETS))
-        self.forward: Callable[..., Tensor] = self.model
+        self.forward: Callable[..., Any] = self.model
         if captures:
             torch._dynamo.reset()
             self._compiler = aot_autograd(fw_compiler=self._note)
@@ -144,34 +162,39 @@ class Runner:
         for row, prompt in enumerate(prompts):
             step = self.segment or len(prompt)
             for start in range(0, len(prompt), step):
-                logits = self._prefill(row, prompt[start : start + step], None, start)
-            answers.append([int(logits.argmax())])
+                found = self._prefill(row, prompt[start : start + step], None, start)
+            answers.append([_token(found)])
         for _ in range(count - 1):
             rows = [
                 (row, len(prompts[row]) + len(answer) - 1, answer[-1])
                 for row, answer in enumerate(answers)
             ]
-            for answer, logits in zip(answers, self._decode(rows, None), strict=False):
-                answer.append(int(logits.argmax()))
+            for answer, found in zip(answers, self._decode(rows, None), strict=False):
+                answer.append(_token(found))
         return answers
 
-    def _prefill(self, row: int, ids: Sequence[int], size: int | None, start: int) -> Tensor:
+    def _call(self, **keys: Any) -> list[Sampled]:
+        """Return the token of each sampled position, where the model chose one, and its logits."""
+        found = self.forward(rank=torch.tensor([0]), **keys)
+        if isinstance(found, Tensor):
+            return [(None, logits) for logits in found]
+        return [*zip(*found, strict=True)]
+
+    def _prefill(self, row: int, ids: Sequence[int], size: int | None, start: int) -> Sampled:
         size = size or next(bucket for bucket in PREFILL_BUCKETS if bucket >= len(ids))
         missing = size - len(ids)
         places = torch.arange(start, start + len(ids))
         table = self._table(row, start + len(ids))[None]
         slots = self._slots(row, places, missing, 0)
         metadata = self._metadata([row], slots, table, max_query_len=size, cached=start)
-        logits = self.forward(
+        return self._call(
             input_ids=torch.tensor([*ids, *[0] * missing]),
             positions=torch.cat([places, torch.zeros(missing, dtype=torch.long)]),
             attn_metadata=metadata,
             sampling_positions=torch.tensor([len(ids) - 1]),
-            rank=torch.tensor([0]),
-        )
-        return logits[0]
+        )[0]
 
-    def _decode(self, rows: Sequence[tuple[int, int, int]], size: int | None) -> Tensor:
+    def _decode(self, rows: Sequence[tuple[int, int, int]], size: int | None) -> list[Sampled]:
         """Rows are (sequence, place, token)."""
         size = size or next(bucket for bucket in DECODE_BUCKETS if bucket >= len(rows))
         missing = size - len(rows)
@@ -187,12 +210,11 @@ class Runner:
         )
         if self.trims:
             self._trim(metadata, [place for _, place, _ in rows] + [0] * missing)
-        return self.forward(
+        return self._call(
             input_ids=torch.tensor([token for *_, token in rows] + [0] * missing),
             positions=torch.tensor([place for _, place, _ in rows] + [0] * missing),
             attn_metadata=metadata,
             sampling_positions=torch.arange(size),
-            rank=torch.tensor([0]),
         )
 
     def _table(self, row: int, length: int) -> Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
 _ATTRIBUTE = "_loader"
 
@@ -85,6 +86,25 @@ class SafetensorsCheckpoint:
         return CheckpointLoadResult(loaded, [], [])
 
 
+class Sampler(nn.Module):
+    """Takes the best token, wherever its logit lies."""
+
+    def __init__(self, sampling_config: Any, process_group: Any) -> None:
+        super().__init__()
+        self.process_group = process_group
+
+    def forward(
+        self,
+        logits: Tensor,
+        sampling_params: Tensor | None = None,
+        logit_mask: Tensor | None = None,
+        tp_rank: Tensor | None = None,
+    ) -> Tensor:
+        if self.process_group is not None:
+            logits = functional.all_gather_tensor(logits, 1, self.process_group)
+        return logits.argmax(-1).to(torch.int32)
+
+
 @dataclass
 class GroupCoordinator:
     world_size: int = 1
@@ -114,6 +134,8 @@ def stand_in(
         "vllm_neuron.model.kv_cache": {
             each.__name__: each for each in (LayerSpec, RecurrentLayerSpec, KVSpec)
         },
+        "vllm_neuron.nn": {},
+        "vllm_neuron.nn.sampler": {"Sampler": Sampler},
         "vllm_neuron.parallel": {},
         "vllm_neuron.parallel.neuron_parallel_state": {
             "get_neuron_ep_degree": lambda: ep_degree,

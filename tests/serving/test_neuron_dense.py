@@ -81,7 +81,7 @@ def _serve(folder: Path, size: int, ep_degree: int, captures: bool = False) -> l
         with pytest.MonkeyPatch.context() as patch:
             group = stand_ins.GroupCoordinator(size, rank, dist.group.WORLD)
             stand_ins.stand_in(patch, group, ep_degree, mesh=_mesh(size, ep_degree))
-            runner = Runner(folder, torch.float32, captures=captures, trims=True)
+            runner = Runner(folder, torch.float32, captures=captures, trims=True, samples=captures)
             if captures:
                 runner.warm_up()
             return runner.generate(PROMPTS, 6), runner.codes
@@ -205,6 +205,17 @@ def test_no_rank_holds_the_whole_of_a_dense_weight(
                 # Two key/value heads are on two ranks each.
                 parts = 1 if is_whole else 2 if ".k_proj." in name or ".v_proj." in name else 4
                 assert parameter.numel() * parts == whole[name].numel(), name
+
+
+def test_tokens_of_a_vocabulary_in_unlike_parts_are_not_sampled_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.stand_in(monkeypatch)
+    with (
+        pytest.raises(ValueError, match="vocab_size=301 must divide by the 2 ranks"),
+        parallel_state.as_rank(ParallelConfig(tp=2), 0),
+    ):
+        Runner(_odd("minimax_m2", tmp_path), torch.float32, samples=True)
 
 
 def test_ranks_that_key_heads_do_not_divide_by_are_refused(folder_of: Folders) -> None:

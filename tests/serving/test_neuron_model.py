@@ -76,9 +76,11 @@ def test_tokens_equal_our_own(name: str, segment: int | None, folder_of: Folders
     assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
 
 
-def test_mxfp4_and_sinks_go_through_the_loaders(folder_of: Folders) -> None:
+def test_mxfp4_and_sinks_go_through_the_loaders_and_tokens_are_sampled_on_the_device(
+    folder_of: Folders,
+) -> None:
     folder = folder_of(TINY_NAME)
-    runner = Runner(folder, torch.float32, trims=True)
+    runner = Runner(folder, torch.float32, trims=True, samples=True)
     assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
 
 
@@ -163,7 +165,6 @@ def test_loaders_may_run_at_once(folder_of: Folders) -> None:
         ({"apply_prefill_dcp": True}, "apply_prefill_dcp=True"),
         ({"all2all_backend": "neuron"}, "all2all_backend='neuron'"),
         ({"fp8_packed_kv": True}, "fp8_packed_kv=True"),
-        ({"on_device_sampling_config": {}}, "on_device_sampling_config"),
     ],
 )
 def test_what_it_does_not_do_is_refused(
