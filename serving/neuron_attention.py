@@ -3,6 +3,9 @@
 Shapes are static and nothing depends on data, so that one graph serves a bucket. Padding tokens
 have slot 0 or -1 and write to block 0, which vLLM keeps free for such; absent blocks are 0 or -1.
 
+Prefill goes through the plugin's functions where it has them: they are kernels. Its function for
+decode computes the projections, too, and is not used.
+
 Of a model with recurrent layers all layers share pages ("page major"): keys and values of a block
 lie in one page, the state of a sequence in another. A page may hold what another layer left, so
 what was not written is never multiplied. The runner adds two pages: zeros, for who reads no page,
@@ -13,6 +16,7 @@ tokens of a block, C = M * B, Q query heads, J key/value heads, D head size, P p
 state, W width of the convolution.
 """
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +25,8 @@ from torch import Tensor
 
 from neuron_moe.models.attention import AttentionFacts, Reach, attend
 from neuron_moe.models.delta_net import GatedDeltaNet, Inputs, State, recur
+
+MOST_OF_A_HEAD = 128  # numbers of a head, of the plugin's functions
 
 
 class PagesView(NamedTuple):
@@ -33,6 +39,9 @@ class PagesView(NamedTuple):
         table_UM: [U, M] pages of each sequence in order; none above 0 for absent ones.
         first_U: [U] place of the first token of the table, where it was cut to a window; or None.
         places_T: [T] place of each token in its sequence.
+        segment: tokens of a segment of prefill; 0: it is in one; None: this is decode.
+        prior_11: [1, 1] tokens before this segment; or None.
+        functions: of the plugin, or None.
     """
 
     pages: tuple[Tensor, ...]
@@ -40,6 +49,9 @@ class PagesView(NamedTuple):
     table_UM: Tensor
     first_U: Tensor | None
     places_T: Tensor
+    segment: int | None = None
+    prior_11: Tensor | None = None
+    functions: Any = None
 
     @property
     def is_page_major(self) -> bool:
@@ -57,7 +69,14 @@ class PagesView(NamedTuple):
         return torch.where(is_there, table_UM, zeros)
 
 
-def view_of(pages: tuple[Tensor, ...], metadata: Mapping[str, Any], places_T: Tensor) -> PagesView:
+def view_of(
+    pages: tuple[Tensor, ...],
+    metadata: Mapping[str, Any],
+    places_T: Tensor,
+    *,
+    is_decode: bool,
+    functions: Any,
+) -> PagesView:
     """Return the view of one layer, from its entry in the runner's metadata."""
     return PagesView(
         pages,
@@ -65,6 +84,9 @@ def view_of(pages: tuple[Tensor, ...], metadata: Mapping[str, Any], places_T: Te
         metadata["block_table_tensor"],
         metadata.get("swa_kv_pos_offset"),
         places_T,
+        None if is_decode else metadata.get("kv_segment_size") or 0,
+        metadata.get("cached_seq_len"),
+        functions,
     )
 
 
@@ -79,6 +101,15 @@ def attend_pages(
     leading = query.shape[:2]
     query_TQD, key_TJD, value_TJD = (part.flatten(0, 1) for part in (query, key, value))
     _write(view, key_TJD, value_TJD)
+    if (
+        view.functions is not None
+        and view.segment is not None
+        and query.shape[-1] <= MOST_OF_A_HEAD
+        and attention.reach.chunk is None
+        and not view.is_page_major
+    ):
+        out_QDT = _prefill(attention, query_TQD, key_TJD, value_TJD, view)
+        return out_QDT.permute(2, 0, 1).reshape(*leading, -1)
     num_sequences = view.table_UM.shape[0]
     mask_USC = _mask(view, attention.reach)
     key_UJCD, value_UJCD = _read(view)
@@ -96,6 +127,52 @@ def attend_pages(
         attention.scale,
     )
     return out_USX.reshape(*leading, -1)
+
+
+def find_functions() -> Any:
+    """Return the plugin's functions, None where it has none."""
+    try:
+        return importlib.import_module("vllm_neuron.functional")
+    except ImportError:
+        return None
+
+
+def _prefill(
+    attention: AttentionFacts,
+    query_TQD: Tensor,
+    key_TJD: Tensor,
+    value_TJD: Tensor,
+    view: PagesView,
+) -> Tensor:
+    """Return what a sequence's new tokens get, [Q, D, T], from the plugin's functions."""
+    keys: dict[str, Any] = {"scale": attention.scale, "tp_out": True}
+    if attention.reach.window is not None:
+        keys["sliding_window"] = attention.reach.window
+    if attention.sinks is not None:
+        keys["sink"] = attention.sinks.unsqueeze(1)
+    if view.segment:
+        segment_QDT: Tensor = view.functions.segmented_attention(
+            query_TQD.transpose(0, 1),
+            k_cache=view.pages[0],
+            v_cache=view.pages[1],
+            block_tables=view.table_UM,
+            prior_tokens=view.prior_11,
+            block_size=view.pages[0].shape[2],
+            kv_segment_size=view.segment,
+            tp_q=True,
+            **keys,
+        )
+        return segment_QDT
+    group = query_TQD.shape[1] // key_TJD.shape[1]
+    key_TQD, value_TQD = (each.repeat_interleave(group, dim=1) for each in (key_TJD, value_TJD))
+    out_QDT: Tensor = view.functions.flash_attention(
+        query_TQD.permute(1, 2, 0),
+        key_TQD.permute(1, 2, 0),
+        value_TQD.transpose(0, 1),
+        tp_q=False,
+        **keys,
+    )
+    return out_QDT
 
 
 def recur_pages(layer: GatedDeltaNet, inputs: Inputs, view: PagesView) -> Tensor:

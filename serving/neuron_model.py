@@ -20,7 +20,7 @@ from neuron_moe.models.loader import parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.serving.heads import gather_columns
-from neuron_moe.serving.neuron_attention import attend_pages, recur_pages, view_of
+from neuron_moe.serving.neuron_attention import attend_pages, find_functions, recur_pages, view_of
 from neuron_moe.serving.neuron_dense import VocabularyHead, cut_dense
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
 from neuron_moe.serving.options import (
@@ -91,7 +91,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
                 f"architectures: {name} is for models {'without' if wanted else 'with'} recurrent"
                 f" layers. Name {other} in --hf-overrides."
             )
-        self._sampler: Any = None
+        self._functions, self._sampler = find_functions(), None
         self._tells_logits = False
         self._caches: list[tuple[Tensor, ...]] = []
         self._names = []
@@ -284,7 +284,13 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         first = attn_metadata[self._names[0]]
         is_decode = first["max_query_len"] <= first["decode_token_threshold"]
         views = [
-            view_of(caches, attn_metadata[name], positions)
+            view_of(
+                caches,
+                attn_metadata[name],
+                positions,
+                is_decode=is_decode,
+                functions=self._functions,
+            )
             for name, caches in zip(self._names, self._caches, strict=True)
         ]
         hidden_TH = self.model.forward_tokens(

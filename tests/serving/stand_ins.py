@@ -86,6 +86,63 @@ class SafetensorsCheckpoint:
         return CheckpointLoadResult(loaded, [], [])
 
 
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    sink: Tensor | None = None,
+    tp_q: bool = True,
+    tp_out: bool = False,
+    prior: Tensor | int = 0,
+) -> Tensor:
+    """Attend over a whole sequence: [heads, size, tokens] of [heads, size, tokens] and values."""
+    assert (tp_q, tp_out) == (False, True)
+    places = prior + torch.arange(q.shape[2])[:, None]
+    others = torch.arange(k.shape[2])[None]
+    is_seen = others <= places
+    if sliding_window is not None:
+        is_seen = is_seen & (others > places - sliding_window)
+    logits = (q.transpose(1, 2).float() @ k.float()) * scale
+    logits = logits.masked_fill(~is_seen, -torch.inf)
+    if sink is not None:
+        logits = torch.cat((logits, sink[:, None].float().expand(-1, logits.shape[1], 1)), -1)
+    weights = logits.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def segmented_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    prior_tokens: Tensor,
+    block_size: int,
+    kv_segment_size: int,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    sink: Tensor | None = None,
+    tp_q: bool = True,
+    tp_out: bool = False,
+) -> Tensor:
+    """The same of [heads, tokens, size], with the keys and values before in pages."""
+    assert tp_q
+    assert kv_segment_size
+    k, v = (
+        cache[block_tables[0].long().clamp_min(0)]
+        .transpose(0, 1)
+        .flatten(1, 2)
+        .repeat_interleave(q.shape[0] // cache.shape[1], dim=0)
+        for cache in (k_cache, v_cache)
+    )
+    assert k_cache.shape[2] == block_size
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return flash_attention(
+        q, k, v, scale, sliding_window, sink, tp_q=False, tp_out=tp_out, prior=prior_tokens
+    )
+
+
 class Sampler(nn.Module):
     """Takes the best token, wherever its logit lies."""
 
@@ -133,6 +190,9 @@ def stand_in(
         "vllm_neuron.model": {},
         "vllm_neuron.model.kv_cache": {
             each.__name__: each for each in (LayerSpec, RecurrentLayerSpec, KVSpec)
+        },
+        "vllm_neuron.functional": {
+            each.__name__: each for each in (flash_attention, segmented_attention)
         },
         "vllm_neuron.nn": {},
         "vllm_neuron.nn.sampler": {"Sampler": Sampler},
