@@ -177,9 +177,8 @@ def test_the_minutes_are_a_sum_that_help_and_page_tell(
     page = " ".join((ROOT / "docs" / "chip_day.md").read_text().split())
     checked, calibrated = check_sum(), calibrate_sum()
     assert (
-        f"`chip check` has {checked.compiles} compilations and {checked.processes} starts of"
-        f" Python, {checked.minutes:.0f} minutes; `chip calibrate` has {calibrated.compiles}"
-        f" compilations and {calibrated.launches:,} launches, {calibrated.minutes:.0f} minutes"
+        f"`chip check` takes {checked.minutes:.0f} minutes, `chip calibrate`"
+        f" {calibrated.minutes:.0f}, and"
     ) in page
     with pytest.raises(SystemExit):
         check.main(["--help"])
