@@ -189,8 +189,8 @@ def recur_pages(layer: GatedDeltaNet, inputs: Inputs, view: PagesView) -> Tensor
     rows_UF = torch.where(is_new_U1, 0.0, rows_UF)
     ends = window[0] * window[1], memory[0] * memory[1] * memory[2]
     last, kept = rows_UF[:, : ends[0]], rows_UF[:, ends[0] : sum(ends)]
-    last_UwC = last.unflatten(1, window).to(inputs.mixed_USC.dtype)
-    state = State(last_UwC, kept.unflatten(1, memory))
+    last_UwC = last.reshape(-1, *window).to(inputs.mixed_USC.dtype)
+    state = State(last_UwC, kept.reshape(-1, *memory))
     real_US = inputs.real_US
     if real_US is not None:  # padding comes last: it changes nothing if it is zero
         inputs = Inputs(*(part * real_US[..., None].to(part.dtype) for part in inputs[:3]))
