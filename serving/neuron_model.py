@@ -347,15 +347,6 @@ class NeuronMoeNativeForCausalLM(nn.Module):
     ) -> None:
         """Load nothing: graphs are compiled from shapes, and no scale is baked into them."""
 
-    def prepare(self, phase: str, tokens: int) -> None:
-        """Lay weights out for a bucket before its graph is captured.
-
-        Args:
-            phase: 'prefill' or 'decode'.
-            tokens: T.
-        """
-        self.model.prepare(phase, tokens, has_padding=phase == "prefill")
-
 
 class NeuronMoeNativeHybridForCausalLM(NeuronMoeNativeForCausalLM):
     """The same for models with recurrent layers, which say more of themselves.
