@@ -224,7 +224,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         for name, attention in zip(self._names, self.model.attentions, strict=True):
             pages, wanted = kv_caches.get(name), self._pages_of(attention)
             found = None if pages is None else [(*each.shape, each.dtype) for each in pages]
-            if found is None or not _are_pages(found, wanted):
+            if pages is None or found is None or not _are_pages(found, wanted):
                 told = ", ".join(map(str, wanted)).replace("None", "any")
                 raise ValueError(
                     f"kv_caches[{name!r}]: {found}, must be {told}. Allocate what get_kv_spec()"
