@@ -424,5 +424,7 @@ def test_three_steps_are_those_of_the_formulas(run_ranks: Any, way: Way) -> None
         mine = wanted._replace(gradients=trainer.block.mine(wanted.gradients))
         return compare(trainer.train(), mine, tolerance)
 
-    found = [run(0)] if ranks == 1 else run_ranks(ranks, run, initialize=not is_nccl)
+    found = (
+        [run(0)] if ranks == 1 else run_ranks(ranks, run, initialize=not is_nccl, timeout_s=600.0)
+    )
     assert found == [[]] * len(found)
