@@ -63,6 +63,7 @@ def train(steps: int, batch: int, *, is_ours: bool) -> list[float]:
         dtype=torch.float32,
         quantization_config=Mxfp4Config(dequantize=True),
     )
+    model.float()  # transformers 5.17 gives experts in bfloat16
     ours = register_experts("cuda" if has_gpu else "torch", save_percent=0)
     model.set_experts_implementation(ours if is_ours else "eager")
     is_spread = has_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1
