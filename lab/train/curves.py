@@ -26,7 +26,7 @@ _RATE = 1e-4
 def main(argv: list[str] | None = None) -> int:
     """Train every way, write the curves; return the exit status."""
     parser = Parser("curves", __doc__)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args(argv)
     found = curves(args.steps)
