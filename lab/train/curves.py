@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:
     """Draw means of ten steps of each way, and how far each is from transformers'."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.0, 3.4), dpi=120)
     mean, apart = figure.subplots(1, 2)
     exact = np.array(losses["transformers"])
