@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from neuron_moe import MoE
+from neuron_moe.activations import HIDDEN_ACTIVATIONS
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.attention import (
     EVERYTHING,
@@ -36,7 +36,7 @@ from neuron_moe.models.attention import (
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
-from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
+from neuron_moe.moe import MoE
 
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 Norm = RMSNorm | nn.LayerNorm

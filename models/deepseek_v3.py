@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.attention import (
     EVERYTHING,
@@ -39,6 +38,7 @@ from neuron_moe.models.decoder import ConfigT, DecoderModel, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, yarn_growth
+from neuron_moe.moe import MoE
 
 ALIASES = ("kimi_k2",)
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is

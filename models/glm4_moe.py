@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
@@ -25,6 +24,7 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS
+from neuron_moe.moe import MoE
 
 TURNED_PART = 0.5  # of a head, where config.json does not say
 BIASED = ("q_proj", "k_proj", "v_proj")

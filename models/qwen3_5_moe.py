@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.decoder import (
@@ -31,7 +30,7 @@ from neuron_moe.models.hf_config import (
     ConfigReader,
     read_text_section,
 )
-from neuron_moe.models.layers import OffsetRMSNorm, gated_moe
+from neuron_moe.models.layers import OffsetRMSNorm, build_router, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -39,7 +38,8 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     shared_sparse_rules,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("qwen3_5_moe_text",)
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -170,15 +170,13 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router and a gated shared expert."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=True,
+        router = build_router(
+            config.num_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.num_experts_per_tok, renormalize=True),
         )
         width = config.shared_expert_intermediate_size
-        shared = SharedExperts(config.hidden_size, width, 1, "silu", dtype, is_gated=True)
+        shared = build_shared(config.hidden_size, width, dtype, "silu", is_gated=True)
         return gated_moe(router, config.moe_intermediate_size, dtype, backend, shared)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.decoder import DecoderModel, check_layer_types
 from neuron_moe.models.delta_net import DeltaNetSizes, GatedDeltaNet
@@ -31,6 +30,7 @@ from neuron_moe.models.qwen3_5_moe import (
 from neuron_moe.models.qwen3_moe import read_experts
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_rules
+from neuron_moe.moe import MoE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

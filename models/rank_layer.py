@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import parse_config
+from neuron_moe.moe import MoE
 from neuron_moe.parallel import ParallelConfig
+from neuron_moe.parallel.collectives import SingleRank
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import Tuning
@@ -103,4 +104,6 @@ def _shared_share(shared: SharedExperts | None, ranks: int) -> SharedExperts | N
     if shared is None or shared.spec.intermediate_size % ranks:
         return shared
     spec = replace(shared.spec, intermediate_size=shared.spec.intermediate_size // ranks)
-    return SharedExperts(spec, dtype=torch.bfloat16, device="meta")
+    return SharedExperts(
+        spec, group=SingleRank("shared experts"), dtype=torch.bfloat16, device="meta"
+    )

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import PackedLinear
+from neuron_moe.moe import MoE
 from neuron_moe.plan import Plan, Step
 from neuron_moe.router import Routing
 from neuron_moe.serving.static_decode import many_graphs

@@ -96,7 +96,7 @@ def gather_expert_load(layer: MoE, group: ProcessGroup | Collectives | None = No
         group = dist.group.WORLD
     # A rank counts the tokens it routes: its own under sequence parallelism and all-to-all, else
     # those of all ranks that hold the same.
-    alike = layer.dispatch("prefill", layer.options.is_sequence_parallel).alike
+    alike = layer.dispatch("prefill", layer.sequence_parallel_enabled).alike
     return as_collectives(group, "copies").all_reduce(load) // alike.size
 
 
