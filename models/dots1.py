@@ -1,6 +1,6 @@
 """dots.llm1: configuration, attention, experts and checkpoint map.
 
-Queries and keys are normalised by head before they are turned, as in Qwen3; experts are chosen as
+Queries and keys are normalised by head before they are rotated, as in Qwen3; experts are chosen as
 in DeepSeek-V3. From `max_window_layers` on, attention slides where a window is given.
 Source: transformers, `models/dots1/modular_dots1.py`; rednote-hilab/dots.llm1.inst.
 """

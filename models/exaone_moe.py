@@ -87,7 +87,7 @@ def _layer_types(reader: ConfigReader, window: int | None) -> tuple[str, ...]:
 
 
 class Attention(GroupedAttention):
-    """Attention of one layer: turned and sliding, or neither."""
+    """Attention of one layer: rotated and sliding, or neither."""
 
     def __init__(self, config: ExaoneMoeConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, reach=config.reach(layer), norms="by head")

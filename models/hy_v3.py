@@ -1,6 +1,6 @@
 """Hy3: configuration, attention, experts and checkpoint map.
 
-What differs from other decoders: each head of queries and keys is normalised before it is turned;
+What differs from other decoders: each head of queries and keys is normalised before it is rotated;
 routing is DeepSeek-V3's without groups, under names of its own, and the first layers are dense.
 Source: transformers, `models/hy_v3/modular_hy_v3.py`; tencent/Hy3-preview.
 """

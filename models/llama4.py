@@ -137,7 +137,7 @@ Config = Llama4Config
 
 
 class Attention(GroupedAttention):
-    """Attention of one layer: turned and normalised, or scaled by place."""
+    """Attention of one layer: rotated and normalised, or scaled by place."""
 
     def __init__(self, config: Llama4Config, layer: int, dtype: torch.dtype) -> None:
         is_chunked = config.layer_types[layer] == "chunked_attention"

@@ -1,7 +1,7 @@
 """MiniMax-M2, M2.1 and M2.5: configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: all heads of queries, and all of keys, are normalised together
-before they are turned, and only the first part of each head is turned; experts are scored by a
+before they are rotated, and only the first part of each head is rotated; experts are scored by a
 sigmoid and chosen with a bias that is no part of their weight.
 Source: transformers, `models/minimax_m2/modeling_minimax_m2.py`; MiniMaxAI/MiniMax-M2.
 """
@@ -77,13 +77,13 @@ class MiniMaxM2Config(DecoderConfig):
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """Return the rotary embedding, whose part of a head has two spellings."""
-    turned_size = reader.get("rotary_dim", int, head_dim)
-    part = turned_size / max(head_dim, 1)
+    rotated_size = reader.get("rotary_dim", int, head_dim)
+    part = rotated_size / max(head_dim, 1)
     rope = RopeConfig.from_hf(reader, default_part=part)
     if reader.get_raw("rotary_dim") is not None and rope.part != part:
         raise ValueError(
-            f"rotary_dim={turned_size}, partial_rotary_factor={rope.part}: must be the same part of"
-            f" head_dim={head_dim}. Keep one of them."
+            f"rotary_dim={rotated_size}, partial_rotary_factor={rope.part}: must be the same part"
+            f" of head_dim={head_dim}. Keep one of them."
         )
     return rope
 

@@ -1,7 +1,7 @@
 """OLMoE (1B-7B): configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: all heads of queries, and all of keys, are normalised together
-before they are turned, and may be limited then; the weights that a softmax over all experts gives
+before they are rotated, and may be limited then; the weights that a softmax over all experts gives
 the chosen ones are not divided by their sum.
 Source: transformers, `models/olmoe/modeling_olmoe.py`; arXiv 2409.02060.
 """

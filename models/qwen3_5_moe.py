@@ -2,7 +2,7 @@
 
 What differs from other decoders: three of four layers keep a memory of the sequence instead of keys
 and values (`models/delta_net.py`); the fourth is grouped-query attention whose output a sigmoid
-gates, with a norm on each head and the first quarter of it turned; norms scale by one plus their
+gates, with a norm on each head and the first quarter of it rotated; norms scale by one plus their
 weight; a shared expert, gated for each token, stands beside the routed ones.
 Published files hold a vision tower and a layer that predicts a further token, which are not read.
 Source: transformers, `models/qwen3_5_moe/modeling_qwen3_5_moe.py`; Qwen/Qwen3.5-35B-A3B.
@@ -43,7 +43,7 @@ from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("qwen3_5_moe_text",)
 LAYER_TYPES = ("linear_attention", "full_attention")
-TURNED_PART = 0.25  # of a head, where config.json does not say
+ROTATED_PART = 0.25  # of a head, where config.json does not say
 # Of images, whose places have three axes; those of text are alike on all of them.
 IMAGE_ROPE_KEYS = ("mrope_interleaved", "mrope_section")
 IMAGE_KEYS = (
@@ -90,7 +90,7 @@ class Qwen35MoeConfig(DecoderConfig):
         reader.require("attn_output_gate", True)
         reader.require("mamba_ssm_dtype", "float32")
         reader.require("output_gate_type", "swish")
-        part = TURNED_PART
+        part = ROTATED_PART
         rope = RopeConfig.from_hf(reader, default_part=part, ignored=IMAGE_ROPE_KEYS)
         return cls.read(
             reader,

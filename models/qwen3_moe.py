@@ -1,8 +1,8 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: an RMSNorm on each head of queries and keys before they are
-turned, and a softmax over all experts whose K largest weights are divided by their sum. A layer may
-be dense (`mlp_only_layers`, `decoder_sparse_step`); no published checkpoint has such layers.
+rotated, and a softmax over all experts whose K largest weights are divided by their sum. A layer
+may be dense (`mlp_only_layers`, `decoder_sparse_step`); no published checkpoint has such layers.
 Source: transformers, `models/qwen3_moe/modeling_qwen3_moe.py`; arXiv 2505.09388.
 """
 
