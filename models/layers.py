@@ -6,10 +6,12 @@ Letters: H hidden, I intermediate.
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
-from neuron_moe.activations import ACTIVATIONS
-from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
+from neuron_moe.activations import ACTIVATIONS, activation_of
+from neuron_moe.experts import RoutedExperts
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import ExpertFormula, ExpertSpec, RouterFormula, RouterSpec, SharedSpec
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -47,7 +49,7 @@ class GatedMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, hidden_act: str = "silu"
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATION_NAMES.get(hidden_act, hidden_act)
+        self.activation = activation_of(hidden_act)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
@@ -60,6 +62,43 @@ class GatedMLP(nn.Module):
         )
         out: Tensor = self.down_proj(product.to(hidden.dtype))
         return out
+
+
+def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:
+    """Return a router in float32."""
+    return Router(RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula))
+
+
+def build_shared(
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    hidden_act: str = "silu",
+    *,
+    is_gated: bool = False,
+) -> SharedExperts:
+    """Return shared experts of `intermediate_size` columns in all; hidden_act as in config.json."""
+    spec = SharedSpec(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        activation=activation_of(hidden_act),
+        is_gated=is_gated,
+    )
+    return SharedExperts(spec, dtype=dtype)
+
+
+def expert_spec(
+    router: Router, intermediate_size: int, formula: ExpertFormula, *, scales_input: bool = False
+) -> ExpertSpec:
+    """Return what the experts behind a router are."""
+    return ExpertSpec(
+        num_experts=router.num_experts,
+        top_k=router.top_k,
+        hidden_size=router.hidden_size,
+        intermediate_size=intermediate_size,
+        formula=formula,
+        scales_input=scales_input,
+    )
 
 
 def gated_moe(
@@ -83,13 +122,6 @@ def gated_moe(
         hidden_act: act, as in config.json.
         scales_input: affinities scale an expert's input, not its output.
     """
-    experts = RoutedExpertsMLPOpsConfig(
-        num_experts=router.spec.num_experts,
-        top_k=router.spec.formula.top_k,
-        hidden_size=router.spec.hidden_size,
-        intermediate_size=intermediate_size,
-        hidden_act=hidden_act,
-        glu_mlp=True,
-        early_expert_affinity_modulation=scales_input,
-    )
-    return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+    formula = ExpertFormula(activation_of(hidden_act))
+    spec = expert_spec(router, intermediate_size, formula, scales_input=scales_input)
+    return MoE(router, RoutedExperts(spec, dtype=dtype, backend=backend), shared)
