@@ -56,6 +56,7 @@ FILES = {
             parser.addoption("--force-local-cleanup", action="store_true")
     """,
     "test/utils/__init__.py": "",
+    "test/utils/common_dataclasses.py": "Platforms = ('trn2', 'trn3')\n",
     "test/integration/__init__.py": "",
     "test/integration/nkilib/__init__.py": "",
     "test/integration/nkilib/test_double.py": """
