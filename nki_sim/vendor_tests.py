@@ -56,6 +56,7 @@ _REMOTE: Final = (
 _NEEDED: Final = ("allpairspy", "scipy", "torch")
 # Marks that would take a test out of the simulation.
 _OTHER_MODES: Final = frozenset(("trace_only", "compile_only", "compile_and_infer"))
+_SLOW: Final = "slow simulation"  # why the suite skips what took its own simulator too long
 
 
 class _OutOfTimeError(BaseException):
@@ -327,7 +328,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = sorted(kept, key=lambda item: order[item.nodeid])
     for item in items:
         for node in item.listchain():
-            node.own_markers = [m for m in node.own_markers if m.name not in _OTHER_MODES]
+            node.own_markers = [m for m in node.own_markers if not _is_elsewhere(m)]
+
+
+def _is_elsewhere(mark: pytest.Mark) -> bool:
+    """Whether a mark takes a test out of the simulation."""
+    return mark.name in _OTHER_MODES or _SLOW in str(mark.kwargs.get("reason", ""))
 
 
 @pytest.hookimpl(trylast=True)
@@ -542,6 +548,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         listed = [each for each in read_results(args.list) if _platform(each) == args.platform]
         wanted = {each["id"]: each["outcome"] for each in listed}
+        if not wanted:
+            raise ValueError(
+                f"--list {args.list}: has no test for {args.platform}. "
+                "Name another --platform-target."
+            )
     if args.resume and args.json is None:
         parser.error("--resume: needs --json FILE, whose tests are not run again.")
     kept = args.json.resolve() if args.json else None

@@ -93,6 +93,13 @@ FILES = {
         def test_too_large():
             pytest.skip("too large")
 
+        @pytest.mark.skip(reason="Skipping slow simulation test")
+        def test_called_slow():
+            run(4)
+
+        def test_own_fault():
+            {"x.must_alias_input": 4}["x"]
+
         def test_endless():
             time.sleep(60)
     """,
@@ -105,6 +112,8 @@ EXPECTED = {
     "broken_rule": "refused",
     "refusal_is_expected": "passed",
     "too_large": "skipped",
+    "called_slow": "passed",
+    "own_fault": "skipped",
     "endless": "skipped",
 }
 
