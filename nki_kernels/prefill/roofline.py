@@ -22,6 +22,7 @@ from nki_kernels.prefill.config import (
     PrefillConfig,
     core_width,
     inner_banks,
+    is_alone,
     is_mx,
     largest_visit_of,
     loads_in_parts,
@@ -46,6 +47,8 @@ _OUTER_BUFFERS = 3  # with fewer, an output tile waits for a store
 _ROWS_SHARE = 0.05  # of loads, behind which first rows stand that have one buffer
 _WHOLE_SHARE = 0.02  # of the loads of whole experts, behind which rows stand
 _LOOP_NS = 1_000.0  # to find out that a loop has no trip
+# Between two trips that load for themselves: rows, and the part of the weights that comes first.
+_EDGE_NS, _EDGE_LOADS = 3_000.0, 1.4
 
 
 def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64], top_k: int) -> float:
@@ -77,7 +80,28 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     sizes = sorted(_sizes(config, tokens_E, tiles_E), reverse=True)
     steps = Counter(sizes[::lanes])
     total = sum(count * visit_ns(config, size, rows) for size, count in steps.items())
+    if is_alone(config.loop):
+        total += _num_trips(steps, config.loop.pairs) * edge_ns(config)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
+
+
+def edge_ns(config: PrefillConfig) -> float:
+    """Return an estimate of the time between two trips that load for themselves, in ns."""
+    loop, chip = config.loop, core(config.chip)
+    first_load = weights_ns(config)[0] / (loop.in_parts * loop.h_parts)
+    return _EDGE_NS * chip.transfers + _EDGE_LOADS * first_load
+
+
+def _num_trips(steps: Counter[float], pairs: int) -> int:
+    """Return the trips through visits of so many row tiles each; see `list_visits`."""
+    singles, large = steps[1.0], sorted((size for size in steps if size > 1), reverse=True)
+    beside = min(singles, sum(steps[size] for size in large))
+    loops = [-(-(singles - beside) // 2)]
+    for size in large:
+        mixed = min(beside, steps[size])
+        beside -= mixed
+        loops += [mixed, -(-(steps[size] - mixed) // 2)]
+    return sum(count // pairs + (count % pairs).bit_count() for count in loops)
 
 
 def _sizes(

@@ -231,21 +231,6 @@ def test_unwritten_memory_does_not_matter() -> None:
     assert np.array_equal(problem.slots_of(nan), problem.slots_of(zero))
 
 
-def test_skipped_weights_are_loaded_once_per_expert_and_core() -> None:
-    E, H, I = 4, 128, 64  # noqa: E741
-    options = {"loop_plan": "dynamic", "shard_plan": "block", "in_halves": True}
-    loads = []
-    for skips in (False, True):
-        problem = Prefill(600, H, I, E, 2, 64, options={**options, "skip_weights": skips})
-        config = problem.config()
-        visits = problem.visits(config)
-        loads.append(int((visits.visit_expert_CV < E).sum()))
-        cost = measured_cost(problem.launch().trace)
-        assert cost == cost_blockwise_moe(config, visits, problem.slots)
-    assert loads[0] == len(np.unique(np.flatnonzero(problem.slots >= 0) // 64))
-    assert loads[1] <= E + 1  # the halves may share one expert
-
-
 @pytest.mark.parametrize("scaling", ["none", "pre", "post"])
 def test_entries_of_later_visits_come_after_the_first(
     scaling: str, monkeypatch: pytest.MonkeyPatch
