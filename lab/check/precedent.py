@@ -32,7 +32,6 @@ from lab.check.kernel_cases.decode_models import decode_model_cases
 from lab.check.kernel_cases.models import LAYERS, model_cases
 from lab.check.kernels import NO_LIMITS, sample
 from lab.check.kernels import run_case as run_ours
-from lab.check.uses import TABLE, Missing, Place, Recorder, Table, Use, recording
 from lab.check.vendor import run_case
 from lab.check.vendor_cases.case import Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
@@ -48,6 +47,7 @@ from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.timing.layers import MODELS, Model, choose_experts
 from neuron_moe.tools.timing.plans import experts_parts, in_stages, launches_of, plan_of
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
+from nki_sim.precedent import TABLE, Missing, Place, Recorder, Table, Use, recording
 
 CHIP: Final = "trn2"
 _TUNING: Final = Tuning()
@@ -201,8 +201,6 @@ def vendor_runs(
     library: VendorLibrary, cases: Path, tests: Path
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield names of runs of the vendor's kernels on this chip, and what runs each."""
-    from nki_sim import vendor_tests  # pytest is no dependency
-
     for case in read_cases(cases):
         if case.platform == CHIP:
             name = f"{case.kernel}/{case.variant} {case.id}"

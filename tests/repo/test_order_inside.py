@@ -34,6 +34,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             _SIM_TOP,
         ),
         "__main__": _SIM_TOP | {"lint", "own_kernel", "vendor_tests"},
+        "precedent": _SIM_BASE | {"machine", "isa"},
         "neuron_dtypes": {"dtypes"},
         "vendor_library": _SIM_BASE,
         "vendor_tests": _SIM_TOP | {"neuron_dtypes", "vendor_library"},
