@@ -241,22 +241,39 @@ def _start_trip(
 ) -> None:
     """Do what visit 0 of a trip expects to be done: its weights and rows, first rows of visit 1."""
     loop = config.loop
-    gather_rows(config, b, x, share, 0, 0)
     if config.shard.splits_h:
+        gather_rows(config, b, x, share, 0, 0)
         start_apart(config, b, x, share)
     else:
-        for step in range(loop.weight_buffers):
-            _load_step(config, b, x, share, 0, step)
+        _load_step(config, b, x, share, 0, 0)
+        gather_rows(config, b, x, share, 0, 0)
+    for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
+        gather_rows(config, b, x, share, 0, j)
     if loop.first_buffers == 2:
         gather_rows(config, b, x, share, 1, 0)
     if not config.shard.splits_h:
-        for part in range(loop.weight_buffers):
-            _load_part(config, b, x, share, 0, part)
-    for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
-        gather_rows(config, b, x, share, 0, j)
+        _load_behind(config, b, x, share)
     turn_rows(config, b, 0, 0, config.tile_rows)
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)
+
+
+def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+    """Load what the first visit of a trip needs beyond its first weights, then the next one's.
+
+    Rows that are asked for first are first in the queues, as GpSimd touches experts after them.
+    """
+    loop = config.loop
+    steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
+    experts_sb = b.fetched[0].own_sb[0:1, 0 : b.visits]
+    nisa.tensor_copy(dst=experts_sb, src=experts_sb, engine=nisa.engine.gpsimd)
+    for visit in range(2):
+        for step in buffers:
+            if step > 0 and step // steps == visit:
+                _load_step(config, b, x, share, 0, step)
+        for part in buffers:
+            if part // loop.out_parts == visit:
+                _load_part(config, b, x, share, 0, part)
 
 
 def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
