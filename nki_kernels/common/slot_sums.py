@@ -7,6 +7,7 @@ from nki_kernels.common.token_tiles import split_tokens
 
 _ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
 _BESIDE_NS = 7_000.0  # simulated: before its first gather and after its last
+_ROWS_OF_A_TRIP = 6  # gathered tiles of rows, where a fold has fewer pairs
 _TERMS = 2  # of a weight beside bfloat16 slots
 
 
@@ -40,3 +41,16 @@ def sum_ns(
     product_ns = gathers * _TERMS * hidden_size / chip.tensor_clock_ghz
     moved_ns = (num_parts * num_pairs + num_tokens) * hidden_size * 2 / chip.hbm_bytes_per_ns
     return _BESIDE_NS * core().transfers + max(moved_ns, named_ns, product_ns)
+
+
+def tiles_of_trip(pairs: int) -> int:
+    """Return how many tiles of folds of so many pairs a trip adds up."""
+    return max(1, _ROWS_OF_A_TRIP // pairs)
+
+
+def fold_tiles(tiles: int) -> int:
+    """Return the tiles of folds of a core with so many tiles of tokens; max8 takes 8 at least, and
+    loops may end some tiles beyond.
+    """
+    beyond = sum(tiles_of_trip(pairs) - 1 for pairs in range(2, _ROWS_OF_A_TRIP))
+    return -(-(tiles + beyond) // 8) * 8
