@@ -8,6 +8,8 @@ nothing else: times of a kernel come from its trace.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,14 @@ from numpy.typing import NDArray
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, chip_in_force, core
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
-from nki_kernels.common.slot_sums import sum_ns
+from nki_kernels.common.slot_sums import best_sum_ns
 from nki_kernels.common.visits import loops_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     PrefillConfig,
     core_width,
     inner_banks,
+    is_alone,
     is_mx,
     largest_visit_of,
     loads_in_parts,
@@ -46,19 +49,25 @@ _OUTER_BUFFERS = 3  # with fewer, an output tile waits for a store
 _ROWS_SHARE = 0.05  # of loads, behind which first rows stand that have one buffer
 _WHOLE_SHARE = 0.02  # of the loads of whole experts, behind which rows stand
 _LOOP_NS = 1_000.0  # to find out that a loop has no trip
+_START_NS = 3_000.0  # of a trip that loads for itself, beside its first weights
 
 
-def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64], top_k: int) -> float:
+def estimate_us(
+    config: PrefillConfig, tokens_E: NDArray[np.int64], spread: Sequence[float]
+) -> float:
     """Return the estimated time of experts and combine, both cores, in microseconds.
 
     Args:
         config: what the kernel is compiled for.
         tokens_E: [E] tokens of each expert.
-        top_k: K, choices of a token, whatever rank its experts are on.
+        spread: tokens with 0, 1, ... K pairs here.
     """
-    partials, pairs = num_partials(config), int(tokens_E.sum())
-    shared_ns = sum_ns(config.num_tokens, top_k, config.H, partials, pairs, config.num_cores)
-    return (experts_ns(config, tokens_E) + shared_ns) / 1e3
+    return (experts_ns(config, tokens_E) + best_sum(config, spread)[1]) / 1e3
+
+
+def best_sum(config: PrefillConfig, spread: Sequence[float]) -> tuple[int, float]:
+    """Return columns and time of `best_sum_ns` behind experts of a configuration."""
+    return best_sum_ns(spread, config.E, config.H, num_partials(config), config.num_cores)
 
 
 def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
@@ -77,7 +86,16 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     sizes = sorted(_sizes(config, tokens_E, tiles_E), reverse=True)
     steps = Counter(sizes[::lanes])
     total = sum(count * visit_ns(config, size, rows) for size, count in steps.items())
+    if is_alone(config.loop):
+        total += sum(map(partial(_starts_ns, config), steps.values()))
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
+
+
+def _starts_ns(config: PrefillConfig, visits: int) -> float:
+    """Return the time that trips of so many visits of one size wait for their first weights."""
+    loop, pairs = config.loop, -(-visits // 2)
+    trips = pairs // loop.pairs + (pairs % loop.pairs).bit_count()
+    return trips * (weights_ns(config)[0] / loop.in_parts + _START_NS * core(config.chip).transfers)
 
 
 def _sizes(

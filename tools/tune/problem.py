@@ -115,8 +115,9 @@ class Problem:
         )
         sizes = prefill.expert_sizes(parts.weights)
         config = make_config(kernel_formula(parts.weights), sizes, work, request)
-        top_k = parts.spec.top_k
-        return Point(block_size, request, config, estimate_us(config, self.tokens_E, top_k))
+        pairs_T = (self.index_TK >= 0).sum(1)
+        spread = np.bincount(pairs_T, minlength=parts.spec.top_k + 1).tolist()
+        return Point(block_size, request, config, estimate_us(config, self.tokens_E, spread))
 
     def untuned(self) -> Point:
         """Return what the backend takes by itself, with the weights laid out alike."""

@@ -53,6 +53,7 @@ from nki_kernels.prefill import (
     PrefillWork,
     Search,
     best_parts,
+    best_sum,
     blockwise_moe,
     largest_visit_of,
     make_config,
@@ -118,7 +119,10 @@ class PrefillPlan(RoutedPlan):
             return None
         given = GivenChoices(parts.spec.top_k, _chosen_among(parts, self.step))
         out = replace(made.out, has_spoils=True)
-        config = PrefillLayerConfig(None, made.dims, made.visits, made.config, out, given=given)
+        columns = columns_of(parts, self.step, made.config)
+        config = PrefillLayerConfig(
+            None, made.dims, made.visits, made.config, out, given=given, columns=columns
+        )
         try:
             check_prefill_layer(config)
         except ValueError:
@@ -491,6 +495,24 @@ def _chosen_among(parts: LayerParts, step: Step) -> int:
     return max(parts.weights.num_experts, -(-parts.num_experts * rows // step.tokens))
 
 
+def _expected(parts: LayerParts, step: Step) -> Expected:
+    """Return what comes to this rank's experts."""
+    experts = parts.weights.num_experts
+    return Expected(
+        num_tokens=step.rows or step.tokens,
+        top_k=parts.spec.top_k,
+        share=experts / _chosen_among(parts, step),
+        num_cores=parts.tuning.num_cores,
+        scaling=_scaling(parts),
+        chance=experts / parts.num_experts,
+    )
+
+
+def columns_of(parts: LayerParts, step: Step, config: PrefillConfig) -> int:
+    """Return the columns of the sum over a token's pairs in a launch of the layer."""
+    return best_sum(config, _expected(parts, step).spread)[0]
+
+
 def rank(parts: LayerParts, step: Step, *block_sizes: int) -> list[Candidate]:
     """Return the candidates of the cost model, the fastest first; their requests name the parts
     weights lie in where they read the copy for prefill.
@@ -504,13 +526,7 @@ def rank(parts: LayerParts, step: Step, *block_sizes: int) -> list[Candidate]:
         ValueError: nothing fits.
     """
     weights = parts.weights
-    expected = Expected(
-        num_tokens=step.rows or step.tokens,
-        top_k=parts.spec.top_k,
-        share=weights.num_experts / _chosen_among(parts, step),
-        num_cores=parts.tuning.num_cores,
-        scaling=_scaling(parts),
-    )
+    expected = _expected(parts, step)
     search = Search(block_sizes=block_sizes) if block_sizes else Search()
     plain = features.prefill_request(parts.tuning)
     requests = [plain]
