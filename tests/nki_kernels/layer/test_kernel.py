@@ -145,7 +145,10 @@ CASES = {
     "rank-of-four": Case(N=16, E=4, first=8, T=90),
     "few-here": Case(router=TOP8, N=16, E=2, first=4, T=1600, H=128, broken=(0, 1599)),
     "front": Case(router=TOP8, N=16, E=2, first=4, T=300, H=128, broken=(0, 299), columns=2),
-    "folds": Case(router=TOP8, N=16, E=4, T=300, H=128, broken=(7,), columns=1, B=128),
+    "folds": Case(router=TOP8, N=16, E=4, T=300, H=128, columns=1),
+    "folds-behind-pieces": Case(
+        router=TOP8, N=16, E=4, T=300, H=128, broken=(7,), columns=1, B=128
+    ),
     "folds-spare": Case(router=TOP8, N=16, E=8, T=190, H=128, columns=2, missing="spare"),
     "folds-residual": Case(
         router=TOP8, N=8, T=130, H=128, columns=3, has_residual=True, shared=32, broken=(3,)
@@ -464,7 +467,7 @@ def test_padding_chooses_no_routed_expert_and_changes_no_other(name: str) -> Non
         "few-here",
         "front",
         "folds",
-        "folds-residual",
+        "folds-one-core",
         "no-norm",
         "one-choice",
         "shared",
