@@ -46,6 +46,7 @@ from neuron_moe.tools.models import read_model
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.timing.layers import MODELS, Model, choose_experts
 from neuron_moe.tools.timing.plans import experts_parts, in_stages, launches_of, plan_of
+from nki_sim import vendor_tests
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
 from nki_sim.precedent import TABLE, Missing, Place, Recorder, Table, Use, recording
 
