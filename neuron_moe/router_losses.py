@@ -26,7 +26,7 @@ from torch.nn import functional
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.errors import check_finite
 from neuron_moe.passes import OwedLosses
-from neuron_moe.router import Routing
+from neuron_moe.router import Routing, activate
 
 OverRanks = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks that hold other tokens."""
@@ -114,7 +114,7 @@ def router_losses(
 
     Args:
         routing: of the own tokens; a token whose first choice is -1 is padding.
-        act_fn: 'softmax' or 'sigmoid', as the router has it.
+        act_fn: as the router has it.
         weights: of the losses.
         tokens: which tokens these are.
     """
@@ -176,6 +176,4 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _scores(logits_TE: Tensor, act_fn: str) -> Tensor:
-    if act_fn == "softmax":
-        return torch.softmax(logits_TE, dim=-1)
-    return functional.normalize(torch.sigmoid(logits_TE), p=1.0, dim=-1)
+    return functional.normalize(activate(logits_TE, act_fn), p=1.0, dim=-1)

@@ -21,7 +21,7 @@ from nki_kernels.prefill import (
 )
 from nki_kernels.prefill.memory import sbuf_bytes
 from nki_sim import SimOptions
-from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill, config_of, sized
+from tests.nki_kernels.prefill.cases import GPT_OSS, SITU, Prefill, config_of, sized
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
@@ -83,9 +83,10 @@ CASES = {
             "options": {"activation": "sigmoid", "scale": 2.0},
         },
         "T90-H128-I64-E4-K2-B64-gelu-tanh": {"options": {"activation": "gelu_tanh", "scale": 0.7}},
-        "T150-H128-I260-E4-K2-B64-relu-no-gate": {
-            "options": {"activation": "relu", "has_gate": False}
+        "T150-H128-I260-E4-K2-B64-relu2-no-gate": {
+            "options": {"activation": "relu2", "has_gate": False}
         },
+        "T60-H128-I60-E4-K2-B64-situ": {"has_bias": True, "options": SITU},
         "T150-H192-I60-E4-K1-B64-silu-no-gate-bias-pre": {
             "has_bias": True,
             "options": {
