@@ -50,6 +50,10 @@ MENU = Menu(
             "lab.bench.ranks",
             "a MoE layer on all ranks, their sum inside the launch or after it (simulated)",
         ),
+        "ep": (
+            "lab.bench.ep",
+            "experts of a prefill on a rank of expert parallelism beside their bound (simulated)",
+        ),
         "anchors": (
             "lab.bench.anchors",
             "strangers' chip times beside the estimates of the clock (simulated)",

@@ -19,46 +19,54 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 from lab.check.case_file import read_cases
-from lab.check.kernels import NO_LIMITS
+from lab.check.kernel_cases.decode_models import decode_model_cases
+from lab.check.kernel_cases.models import LAYERS, model_cases
+from lab.check.kernels import NO_LIMITS, sample
 from lab.check.kernels import run_case as run_ours
-from lab.check.uses import TABLE, Missing, Table, recording
 from lab.check.vendor import run_case
 from lab.check.vendor_cases.case import Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from lab.chip.cases import SMALL
 from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
+from neuron_moe.configs import config_names
 from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.plan import Step
 from neuron_moe.spec import Tuning
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.layers import MODELS, Model, choose_experts
+from neuron_moe.tools.timing.plans import experts_parts, in_stages, launches_of, plan_of
+from nki_sim import vendor_tests
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
+from nki_sim.precedent import TABLE, Missing, Place, Recorder, Table, Use, recording
 
 CHIP: Final = "trn2"
 _TUNING: Final = Tuning()
-_FUSED: Final = (True,)
-_BOTH: Final = (True, False)  # one launch, and one for each stage
-# Model, ranks that split an expert, phase, tokens, and whether in one launch: rows of the published
-# tables and plans of `neuron-moe inspect --explain`, as many as run in some two minutes.
-LAYERS: Final = (
-    ("gpt_oss_120b", 8, "decode", 4, _BOTH),
-    ("gpt_oss_120b", 8, "decode", 16, _BOTH),
-    ("gpt_oss_120b", 8, "prefill", 1024, _BOTH),
-    ("qwen3_30b_a3b", 8, "decode", 16, _BOTH),
-    ("qwen3_30b_a3b", 8, "prefill", 1024, _BOTH),
-    ("llama4_scout", 16, "decode", 4, _BOTH),
-    ("llama4_scout", 16, "prefill", 512, _BOTH),
-    ("mixtral_8x7b", 8, "decode", 4, _BOTH),
-    ("mixtral_8x7b", 8, "prefill", 512, _FUSED),
-    ("deepseek_v3", 16, "decode", 16, _FUSED),
+# Tokens of the steps of the published tables.
+_TOKENS: Final = {"decode": (1, 4, 16, 64, 128), "prefill": (128, 1024, 8192)}
+# Of `--quick`: model, ranks that split an expert, phase, tokens.
+_QUICK: Final = (
+    ("gpt_oss_120b", 8, "decode", 16),
+    ("gpt_oss_120b", 8, "prefill", 1024),
+    ("qwen3_30b_a3b", 8, "decode", 16),
+    ("qwen3_30b_a3b", 8, "prefill", 1024),
+    ("llama4_scout", 16, "decode", 4),
+    ("mixtral_8x7b", 8, "decode", 4),
+    ("deepseek_v3", 16, "decode", 16),
 )
+_MACS: Final = 5e9  # of a case of the open matrix, as `check kernels` has it
+_SPLITS: Final = ((8, 1), (1, 8))  # ranks that split an expert, and those that share experts
+_STEPS: Final = (("decode", 16), ("prefill", 512))  # of every published model
 # Kernels of the tutorials that are written for NKI 0.2 or later, and their arguments.
 _TUTORIALS: Final = "src/nki_samples/tutorials/matrix_multiplication"
 _PRODUCTS: Final = {
@@ -77,10 +85,11 @@ def main(argv: list[str] | None = None) -> int:
         _record(options)
         return 0
     table = Table.read(options.table)
-    with recording() as recorder:
-        if options.kernel is None:
-            _each(our_runs(Tuning(features=options.features)))
-        else:
+    if options.kernel is None:
+        tuning = Tuning(features=options.features)
+        recorder = _in_processes(our_runs(tuning, is_quick=options.quick), options.jobs)
+    else:
+        with recording() as recorder:
             _run_own(options.kernel, options.args, options.lnc)
     report = table.counts(recorder)
     _print(report["uses"], report["sources"], table.without(recorder))
@@ -95,6 +104,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_args_option()
     parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of its launch")
     parser.add_features_option("what plans of our kernels may use")
+    parser.add_argument("--quick", action="store_true", help="ours: a few layers, one minute")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
     parser.more.add_argument(
         "--table", type=Path, default=TABLE, metavar="FILE", help="compare with this table"
@@ -124,15 +135,39 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def our_runs(tuning: Tuning = _TUNING) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names of runs of our kernels with plans of a tuning, and what runs each."""
-    for model, tp, phase, tokens, forms in LAYERS:
-        for in_one in forms:
-            name = f"{model} TP{tp}, {phase} of {tokens}, {'one launch' if in_one else 'stages'}"
-            yield name, partial(_run_layer, model, tp, phase, tokens, in_one, tuning)
-    for case in SMALL:
+def our_runs(
+    tuning: Tuning = _TUNING, *, is_quick: bool = False
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield names of runs of our kernels with plans of a tuning, and what runs each: layers of all
+    published models, cases of `chip check` and of the open matrix, experts of published tables.
+    """
+    layers: Iterable[tuple[str, int, int, str, int]] = (
+        (model, *split, *step) for model in config_names() for split in _SPLITS for step in _STEPS
+    )
+    if is_quick:
+        layers = ((model, tp, 1, phase, tokens) for model, tp, phase, tokens in _QUICK)
+    for model, tp, ep, phase, tokens in layers:
+        for in_one in (True, False):
+            form = "one launch" if in_one else "stages"
+            name = f"{model} TP{tp} EP{ep}, {phase} of {tokens}, {form}"
+            yield name, partial(_run_layer, model, tp, ep, phase, tokens, in_one, tuning)
+    matrix = (
+        [] if is_quick else [*model_cases(list(LAYERS), _MACS), *decode_model_cases(list(LAYERS))]
+    )
+    for case in (*SMALL, *sample(matrix)):
         asked = {**case_params(tuning), **case.params}
         yield case.id, partial(run_ours, replace(case, params=asked), NO_LIMITS)
+    if is_quick:
+        return
+    for experts, phase in itertools.product(MODELS, _TOKENS):
+        fp8 = "e5m2" if experts.name.startswith("gpt-oss") else "e4m3"
+        formats = ("bf16", fp8) if phase == "decode" else ("bf16",)
+        for tokens, weights, layout in itertools.product(
+            _TOKENS[phase], formats, ("plain", "packed")
+        ):
+            name = f"experts of {experts.name} TP{experts.tp}, {phase} of {tokens}, {weights}"
+            run = partial(_run_experts, experts, Step(phase, tokens), weights, layout, tuning)
+            yield f"{name} {layout}", run
 
 
 def case_params(tuning: Tuning) -> dict[str, str]:
@@ -141,21 +176,32 @@ def case_params(tuning: Tuning) -> dict[str, str]:
     return {"trips": prefill.trips, "sums": decode.sums}
 
 
-def _run_layer(model: str, tp: int, phase: str, tokens: int, in_one: bool, tuning: Tuning) -> None:
+def _run_layer(
+    model: str, tp: int, ep: int, phase: str, tokens: int, in_one: bool, tuning: Tuning
+) -> None:
     raw_config, _ = read_model(model)
-    layer = RankLayer(raw_config, model, tp=tp, backend="nki", tuning=tuning)
+    layer = RankLayer(raw_config, model, tp=tp, ep=ep, backend="nki", tuning=tuning)
     plan = layer.plan(phase, tokens, in_one=in_one)
     options = replace(TIMES_ONLY, target=CHIP)
     for _ in plan_runs(plan, routed_choices(plan), options=options):
         pass  # who records has seen it
 
 
+def _run_experts(model: Model, step: Step, weights: str, layout: str, tuning: Tuning) -> None:
+    """Run the experts of a published row, in one launch and in stages."""
+    parts = experts_parts(model, step, layout=layout, weight_format=weights)
+    tuning = replace(parts.tuning, features=tuning.features)
+    plan = plan_of(replace(parts, tuning=tuning), step)
+    index_TK = choose_experts("skewed", step.tokens, model.E, model.K)
+    for each in (plan, in_stages(plan)) if plan.chosen().get("block_size") else (plan,):
+        for _ in launches_of(each, index_TK, replace(TIMES_ONLY, target=CHIP)):
+            pass
+
+
 def vendor_runs(
     library: VendorLibrary, cases: Path, tests: Path
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield names of runs of the vendor's kernels on this chip, and what runs each."""
-    from nki_sim import vendor_tests  # pytest is no dependency
-
     for case in read_cases(cases):
         if case.platform == CHIP:
             name = f"{case.kernel}/{case.variant} {case.id}"
@@ -173,6 +219,25 @@ def tutorial_runs(samples: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _run_own(place: str, words: Sequence[str], lnc: int | None = None) -> None:
     simulate(load_kernel(place), read_arguments(words), lnc, replace(TIMES_ONLY, target=CHIP))
+
+
+def _in_processes(runs: Iterator[tuple[str, Callable[[], Any]]], jobs: int) -> Recorder:
+    """Run all in so many processes; return what all of them used."""
+    together = Recorder()
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for uses, count in pool.map(_recorded, runs):
+            together.runs += count
+            for use, places in uses.items():
+                for place, levels in places.items():
+                    known = together.uses[use]
+                    known[place] = max(levels, known.get(place, 0))
+    return together
+
+
+def _recorded(run: tuple[str, Callable[[], Any]]) -> tuple[dict[Use, dict[Place, int]], int]:
+    with recording() as recorder:
+        _each(iter([run]))
+    return dict(recorder.uses), recorder.runs
 
 
 def _each(runs: Iterator[tuple[str, Callable[[], Any]]]) -> None:

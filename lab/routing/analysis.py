@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from neuron_moe import MoE
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.models.routing_trace import RoutingTrace
+from neuron_moe.moe import MoE
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.tools.commands.place import place_layers
 from neuron_moe.tools.tune.problem import Problem, draw_routing

@@ -19,13 +19,13 @@ from lab.routing.analysis import estimate_block_sizes, padding_rows
 from lab.routing.findings import Findings
 from lab.routing.picture import draw_domains
 from lab.routing.texts import HELD_OUT_FILE, cut_sequences, read_texts
-from neuron_moe import MoE
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import load_model, read_config
 from neuron_moe.models.routing_trace import RoutingTrace, record_routing
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.models.text import TextCodec
+from neuron_moe.moe import MoE
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.parsers import Parser

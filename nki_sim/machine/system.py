@@ -47,7 +47,7 @@ class _Meetings(Protocol):
 
 
 class Watcher(Protocol):
-    """Sees what kernels issue."""
+    """Sees what kernels issue; `precedent.py` has one."""
 
     def begun(self, kernel: str) -> None:
         """See a launch begin."""

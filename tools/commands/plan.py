@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_serving(served: ServingPlan, *, with_tables: bool) -> None:
     """Say which layout serves the whole model best; the answer first."""
+    print("Whole model, in replicas where they pay: attention, cache and all layers count")
     print(served)
     if with_tables and served.layouts:
         print(f"\n{format_table(serving_rows(served.layouts))}")
@@ -164,6 +165,7 @@ def _print_plan(
     with_tables: bool,
 ) -> None:
     model, machine = costs.model, costs.machine
+    print(f"MoE layers alone, one copy over all {machine.ranks} ranks: nothing else counts")
     print(
         f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
         f" {model.intermediate_size}, top {model.top_k}, {model.num_moe_layers} MoE layers,"
@@ -203,7 +205,7 @@ def _print_choice(costs: LayoutCosts) -> None:
     best = {phase: costs.ranking(phase)[0] for phase in PHASES}
     memory, is_shared = phase_memory(costs, best["prefill"].layout, best["decode"].layout)
     room = costs.machine.hbm_bytes
-    print(f"one cut for both phases: EP {single['prefill'].layout.ep}")
+    print(f"both phases in one ParallelConfig: EP {single['prefill'].layout.ep}")
     for phase, entry in single.items():
         slower = entry.cost.total_us / best[phase].cost.total_us
         print(f"  {phase}: {entry.layout}: {entry.cost.total_us:.0f} us, {slower:.2f} x the best")
@@ -215,7 +217,7 @@ def _print_choice(costs: LayoutCosts) -> None:
         kept = "shared" if is_shared else "kept twice"
         fits = memory + COEFFICIENTS["reserve_bytes"].value <= room
         print(
-            f"hybrid, the best of each phase: up to {gain:.2f} x faster; experts {kept},"
+            f"the best of each phase (hybrid): up to {gain:.2f} x faster; experts {kept},"
             f" {format_bytes(memory)} a rank: {'fits' if fits else 'does not fit'}\n"
             f"  {write_config(config_of(best['prefill'].layout, best['decode'].layout))}"
         )

@@ -123,7 +123,7 @@ def _every_token(
         "down_proj_weights_tensor": (width, H),
     }
     operands = {name: nki_sim.TensorSpec(shape, "bfloat16") for name, shape in specs.items()}
-    activation = library.enum("ActFnType", _ACTIVATIONS[shared.spec.activation])
+    activation = library.enum("ActFnType", _ACTIVATIONS[shared.spec.formula.activation])
     return _time(corners, MLP, _mlp_kernel(library), OPTIONS, activation_fn=activation, **operands)
 
 

@@ -194,16 +194,12 @@ def _crowded(random: np.random.Generator) -> Any:
     return (x, _TILES), _TILES * x[:, 0:1]
 
 
-def _turned_by(dtype: type, skips: bool) -> Callable[[np.random.Generator], Any]:
-    def problem(random: np.random.Generator) -> Any:
-        x = random.normal(size=(256, 128)).astype(BF16)
-        rows = random.permutation(256)[:128].astype(np.int32)
-        if skips:
-            rows[::5] = -1
-        wanted = np.where(rows[:, None] >= 0, x[rows], BF16(0)).T
-        return (x, rows[:, None].astype(dtype)), wanted
-
-    return problem
+def _turned(random: np.random.Generator) -> Any:
+    x = random.normal(size=(256, 128)).astype(BF16)
+    rows = random.permutation(256)[:128].astype(np.int32)
+    rows[::5] = -1
+    wanted = np.where(rows[:, None] >= 0, x[rows], BF16(0)).T
+    return (x, rows[:, None].astype(np.uint32)), wanted
 
 
 ALIVE: Final = OpenFeature(
@@ -288,12 +284,6 @@ OPEN_FEATURES: Final = (
                 changes={"weight_dtype": "bfloat16"},
             ),
         ),
-    ),
-    OpenFeature(
-        name="gathers that transpose",
-        question="does dma_transpose take rows by a vector_offset?",
-        kernel=kernels.gathered_transpose,
-        problem=_turned_by(np.uint32, skips=False),
     ),
     OpenFeature(
         name="exchanges in dynamic loops",
@@ -426,17 +416,10 @@ OPEN_FEATURES: Final = (
         cores=1,
     ),
     OpenFeature(
-        name="int32 indices of gathers that transpose",
-        question="does dma_transpose take int32 where uint32 is documented?",
-        kernel=kernels.gathered_transpose,
-        problem=_turned_by(np.int32, skips=False),
-        danger="its documents ask for uint32; what else does to the device is not known",
-    ),
-    OpenFeature(
         name="gathers that transpose and skip",
         question="does dma_transpose leave out rows whose index is out of range?",
         kernel=kernels.gathered_transpose,
-        problem=_turned_by(np.uint32, skips=True),
+        problem=_turned,
         danger="aws-neuron-sdk #1390: a skipped index may leave the device without an answer",
     ),
 )

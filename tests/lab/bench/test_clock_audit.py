@@ -112,7 +112,7 @@ def configured(model: Model, choices: Any) -> PrefillConfig:
     """
     num_tokens = len(choices)
     parts = experts_parts(model, Step("prefill", num_tokens), layout="packed")
-    candidate = prefill_backend.rank(parts, num_tokens, BLOCK_SIZE)[0]
+    candidate = prefill_backend.rank(parts, Step("prefill", num_tokens), BLOCK_SIZE)[0]
     num_slots = num_blocks(num_tokens, model.K, model.E, BLOCK_SIZE) * BLOCK_SIZE
     sizes = ExpertSizes(model.H, model.I, model.E)
     work = PrefillWork(BLOCK_SIZE, num_slots, num_tokens)

@@ -11,12 +11,12 @@ from lab.check import menu as check
 from lab.check import precedent
 from lab.check.case_file import read_cases
 from lab.check.kernels import NO_LIMITS, run_case
-from lab.check.uses import TABLE, Table, recording
 from lab.check.vendor import run_case as run_vendor
 from lab.check.vendor_cases.case import Case, Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
+from nki_sim.precedent import TABLE, Table, recording
 
 KERNEL = """
 import nki

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import nki_sim
-from lab.check.uses import Recorder, Table, Use, recording
 from nki_sim import isa
 from nki_sim.language import api as nl
+from nki_sim.precedent import Recorder, Table, Use, recording
 from nki_sim.testing import Tile, execute
 
 

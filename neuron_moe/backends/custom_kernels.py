@@ -1,4 +1,4 @@
-"""Compiled kernels that whoever runs a model brings along, such as a server with some of its own.
+"""Compiled kernels of whoever runs a model, such as a server with some of its own.
 
 One call computes all chosen experts of a step: one more form of the products on a CPU, measured
 beside those of `product_forms`, and with a layout of the matrices of its own.
@@ -11,7 +11,7 @@ from neuron_moe.weights.expert_weights import ExpertWeights
 from neuron_moe.weights.product_forms import Compute
 
 
-class BroughtKernel(Protocol):
+class CustomKernel(Protocol):
     """A kernel for experts without biases that are all on this rank."""
 
     @property
@@ -25,15 +25,15 @@ class BroughtKernel(Protocol):
         """Copy plain weights into its layout; return what computes with them."""
 
 
-_kernels: dict[str, BroughtKernel] = {}
+_kernels: dict[str, CustomKernel] = {}
 
 
-def bring(kernel: BroughtKernel) -> None:
+def register(kernel: CustomKernel) -> None:
     """Let experts be multiplied by a kernel where that is measured to be fastest."""
     _kernels[kernel.name] = kernel
 
 
-def brought_for(weights: ExpertWeights, num_experts: int) -> Iterator[BroughtKernel]:
+def custom_kernels_for(weights: ExpertWeights, num_experts: int) -> Iterator[CustomKernel]:
     """Yield the kernels that can compute a layer.
 
     Args:
