@@ -392,8 +392,6 @@ def test_terms_that_contradict_each_other_are_refused_by_name() -> None:
         RouterSpec(num_experts=8, hidden_size=H, formula=formula, num_identity=-1)
     with pytest.raises(ValueError, match="gate_softcap=4: caps a gate"):
         SharedExperts(H, I, 1, "silu", formula=ExpertFormula(gate_softcap=4.0))
-    router = Router(
-        RouterSpec(num_experts=8, hidden_size=H, formula=RouterFormula(2), table_size=9)
-    )
+    spec = RouterSpec(num_experts=8, hidden_size=H, formula=RouterFormula(2), table_size=9)
     with pytest.raises(ValueError, match="token_ids: a table of 9 token ids"):
         Router(spec)(torch.zeros(3, H))
