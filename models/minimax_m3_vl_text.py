@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, concat_gate_up, transpose
 from neuron_moe.models.biased_routing import read_sparse_layers
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
-from neuron_moe.models.layers import GatedMLP, OffsetRMSNorm, gated_moe
+from neuron_moe.models.layers import GatedMLP, OffsetRMSNorm, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -30,6 +29,7 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     split_layers,
 )
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, RouterFormula, RouterSpec
 from nki_kernels.common.formula import limits
@@ -182,11 +182,8 @@ class Model(DecoderModel):
         if layer not in config.sparse_layers:
             width = config.dense_intermediate_size
             return GatedMLP(config.hidden_size, width, dtype, formula=formula, is_fused=True)
-        shared = SharedExperts(
-            *(config.hidden_size, config.shared_intermediate_size, 1, "silu", dtype),
-            fused_gate_up_projection=True,
-            formula=formula,
-        )
+        width = config.shared_intermediate_size
+        shared = build_shared(config.hidden_size, width, dtype, formula=formula, is_fused=True)
         size = config.intermediate_size
         return gated_moe(Router(config.router_spec), size, dtype, backend, shared, formula=formula)
 

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.latent import Latent
 from neuron_moe.models.attention import CacheShape, View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
 from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, either
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, LatentSpec, RouterFormula, RouterSpec
 
@@ -192,7 +192,7 @@ class Model(DecoderModel):
         """Return a MoE with a float32 router."""
         config, size = self.config, self.config.hidden_size
         width = config.shared_intermediate_size
-        shared = SharedExperts(size, width, 1, "silu", dtype, formula=RELU2)
+        shared = build_shared(size, width, dtype, formula=RELU2)
         latent = None
         if config.latent_size is not None:
             space = LatentSpec(hidden_size=size, latent_size=config.latent_size)
