@@ -151,9 +151,9 @@ def blockwise_moe(
     return compute_visits(config, make_buffers(config, weights), weights, x, lists)
 
 
-def make_output(config: PrefillConfig) -> nl.NkiTensor:
-    """Allocate the output [P, rows, H] in HBM."""
-    num_rows = output_tiles(config) * config.tile_rows
+def make_output(config: PrefillConfig, num_rows: int = 0) -> nl.NkiTensor:
+    """Allocate the output [P, rows, H] in HBM, with as many rows as slots, or more."""
+    num_rows = max(num_rows, output_tiles(config) * config.tile_rows)
     shape = (num_partials(config), num_rows, config.H)
     return nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
 

@@ -8,6 +8,7 @@ nothing else: times of a kernel come from its trace.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, chip_in_force, core
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
-from nki_kernels.common.slot_sums import sum_ns
+from nki_kernels.common.slot_sums import best_sum_ns
 from nki_kernels.common.visits import loops_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
@@ -51,17 +52,22 @@ _LOOP_NS = 1_000.0  # to find out that a loop has no trip
 _EDGE_NS, _EDGE_LOADS = 3_000.0, 1.4
 
 
-def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64], top_k: int) -> float:
+def estimate_us(
+    config: PrefillConfig, tokens_E: NDArray[np.int64], spread: Sequence[float]
+) -> float:
     """Return the estimated time of experts and combine, both cores, in microseconds.
 
     Args:
         config: what the kernel is compiled for.
         tokens_E: [E] tokens of each expert.
-        top_k: K, choices of a token, whatever rank its experts are on.
+        spread: tokens with 0, 1, ... K pairs here.
     """
-    partials, pairs = num_partials(config), int(tokens_E.sum())
-    shared_ns = sum_ns(config.num_tokens, top_k, config.H, partials, pairs, config.num_cores)
-    return (experts_ns(config, tokens_E) + shared_ns) / 1e3
+    return (experts_ns(config, tokens_E) + best_sum(config, spread)[1]) / 1e3
+
+
+def best_sum(config: PrefillConfig, spread: Sequence[float]) -> tuple[int, float]:
+    """Return columns and time of `best_sum_ns` behind experts of a configuration."""
+    return best_sum_ns(spread, config.E, config.H, num_partials(config), config.num_cores)
 
 
 def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
