@@ -71,11 +71,13 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_ARGUMENTS,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("kernel", metavar="FILE.py:NAME")
-        command.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+        command.add_argument("kernel", metavar="FILE.py:NAME", help="the function NAME of a file")
+        command.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
         command.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
         command.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
-        command.add_argument("--nki", choices=VERSIONS, help="version (default: 0.7)")
+        command.add_argument(
+            "--nki", choices=VERSIONS, help="version of the language (default: 0.7)"
+        )
         if name == "run":
             command.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the results")
         else:
