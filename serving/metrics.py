@@ -14,9 +14,9 @@ from typing import cast
 
 from prometheus_client import Counter
 
-from neuron_moe import MoE
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.moe import MoE
 from neuron_moe.plan import Step
 
 PERIOD_S = 1.0

@@ -82,7 +82,7 @@ def chosen_experts(
         hidden_TH: [T, H].
         routing: in the numbering of this rank.
         weights: of this rank.
-        form: one of `product_forms.FORMS`, or of a brought kernel; None: what was settled for T
+        form: one of `product_forms.FORMS`, or of a custom kernel; None: what was settled for T
             tokens.
     """
     form = form or weights.product_form(hidden_TH.shape[0])

@@ -140,8 +140,7 @@ def check_one_copy(
     wanted = counts.new_zeros((counts.shape[0], 3))
     wanted[:, :2] = float(layer.expert_mlps.spec.top_k)
     if padding_mask is not None:
-        options = layer.options
-        if options.is_sequence_parallel and options.sequence_dimension == 0 and phase is None:
+        if layer.sequence_parallel_enabled and layer.sequence_axis == 0 and phase is None:
             padding_mask = padding_mask.t()  # into the order of the tokens, [S, B]
         wanted[:, :2] *= (padding_mask.reshape(-1, 1) != 0).float()
     wanted[:, SHARED] = 0.0 if layer.shared_experts is None else 1.0
