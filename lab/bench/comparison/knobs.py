@@ -67,7 +67,7 @@ class Knobs:
     """A run whose knobs can be turned: a group of `GROUPS`, a switch, or the compiler's window.
 
     Several runs are launches one after the other, whose times add up. What a knob does is read off
-    the critical path (critical_path.py), but for those that act by the order in which things happen:
+    the critical path, but for those that act by the order in which things happen:
     these are tried on the nodes that start first.
 
     Args:
