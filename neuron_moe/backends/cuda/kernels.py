@@ -567,7 +567,7 @@ def differentiate(
 
 
 @jit
-def multiply_turned(
+def multiply_transposed(
     left_ptr,
     right_ptr,
     pair_ptr,
@@ -588,7 +588,7 @@ def multiply_turned(
     PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply, for each expert, its rows of `left`, turned, with its rows of `right`.
+    """Multiply, for each expert, its rows of `left`, transposed, with its rows of `right`.
 
     out [E, LEFT, RIGHT]; a side that gathers is read by token. An expert without rows gets zeros.
     """
