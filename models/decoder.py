@@ -322,21 +322,20 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        layers = (
-            DecoderLayer(
-                config,
-                dtype,
-                self.build_attention(layer, dtype),
-                self.build_feed_forward(layer, dtype, backend),
-            )
-            for layer in range(config.num_hidden_layers)
-        )
+        numbers = range(config.num_hidden_layers)
+        layers = (self.build_layer(layer, dtype, backend) for layer in numbers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(layers)
         self.norm = config.make_norm(config.hidden_size, dtype)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> nn.Module:
+        """Return a layer, called as `DecoderLayer` is."""
+        attention = self.build_attention(layer, dtype)
+        feed_forward = self.build_feed_forward(layer, dtype, backend)
+        return DecoderLayer(self.config, dtype, attention, feed_forward)
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
         """Return the attention of a layer, called as `GroupedAttention` is."""
@@ -419,16 +418,9 @@ class DecoderModel(nn.Module):
         axis = 1 if check_choice("phase", phase, ("prefill", "decode")) == "decode" else 0
         real_US = None if real_T is None else real_T.unsqueeze(axis)
         tokens = self.describe_tokens(places_T.unsqueeze(axis), real_US)
-        views = [None] * len(self.layers) if views is None else views
+        views = [None] * len(self.attentions) if views is None else views
         hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
-
-    def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
-        """Lay all experts out for a step, as `MoE.prepare` does for one layer."""
-        for layer in self.layers:
-            moe = getattr(layer, "moe", None)
-            if isinstance(moe, MoE):
-                moe.prepare(phase, tokens, has_padding=has_padding)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""

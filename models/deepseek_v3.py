@@ -109,10 +109,15 @@ class DeepseekV3Config(BiasedRoutingConfig):
     @property
     def logit_scale(self) -> float:
         """What logits are multiplied with."""
-        scale: float = self.head_dim**-0.5
-        if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
-            scale *= yarn_growth(self.rope.factor, self.rope.mscale_all_dim) ** 2
-        return scale
+        return latent_logit_scale(self.head_dim, self.rope)
+
+
+def latent_logit_scale(head_dim: int, rope: RopeConfig) -> float:
+    """Return what logits are multiplied with, which yarn makes larger."""
+    scale: float = head_dim**-0.5
+    if rope.kind == "yarn" and rope.mscale_all_dim:
+        scale *= yarn_growth(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
 
 
 Config = DeepseekV3Config

@@ -3,14 +3,36 @@
 from neuron_moe.errors import refuse
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.latent import Latent
 from neuron_moe.parallel.collectives import Collectives, as_collectives
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
 
 
-def check_parts(router: Router, experts: RoutedExperts, shared: SharedExperts | None) -> None:
-    """Raise ValueError unless router and experts have the same sizes."""
-    for name in ("num_experts", "top_k", "hidden_size"):
+def check_parts(
+    router: Router,
+    experts: RoutedExperts,
+    shared: SharedExperts | None,
+    latent: Latent | None = None,
+) -> None:
+    """Raise ValueError unless the parts of a layer fit together."""
+    if shared is not None and router.spec.num_identity:
+        raise ValueError(
+            f"num_identity={router.spec.num_identity}: with shared experts, which no model has."
+            " Leave one of them out."
+        )
+    if latent is not None:
+        pairs = (
+            ("hidden_size", latent.spec.hidden_size, "router", router.spec.hidden_size),
+            ("latent_size", latent.spec.latent_size, "experts", experts.spec.hidden_size),
+        )
+        for name, ours, part, theirs in pairs:
+            if ours != theirs:
+                raise ValueError(
+                    f"{name}={ours}: the {part} have a hidden size of {theirs}. Build both from the"
+                    " same sizes."
+                )
+    for name in ("num_experts", "top_k", *(("hidden_size",) if latent is None else ())):
         ours, theirs = getattr(router.spec, name), getattr(experts.spec, name)
         if ours != theirs:
             raise ValueError(

@@ -17,6 +17,7 @@ from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.choices import check_mask_values, drop_padding
 from neuron_moe.device import is_traced
 from neuron_moe.dispatch import (
+    Beside,
     Dispatch,
     Entered,
     Own,
@@ -34,6 +35,7 @@ from neuron_moe.errors import (
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
 from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.latent import BesideLatents, Identities, Latent
 from neuron_moe.layer_checks import (
     check_group,
     check_parts,
@@ -121,6 +123,7 @@ class MoE(PlannedModule):
             one plan of the layer.
         tkg_config: its switches.
         reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+        latent: projections around the routed experts, or None.
 
     Attributes:
         losses: values of the router's auxiliary losses in the last step, see `use_router_losses`.
@@ -157,10 +160,16 @@ class MoE(PlannedModule):
         tkg_config: MoEFusedTKGConfig | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
+        latent: Latent | None = None,
     ) -> None:
         super().__init__()
         check_instance("router", router, Router)
         check_instance("expert_mlps", expert_mlps, RoutedExperts)
+        if router.spec.table_size and token_shuffle_group_size > 1:
+            raise ValueError(
+                f"table_size={router.spec.table_size}: a table of token ids chooses, which are not"
+                " shuffled with the tokens. Use token_shuffle_group_size=1."
+            )
         self.router = router
         self.expert_mlps = expert_mlps
         self.shared_experts = shared_experts
@@ -175,7 +184,8 @@ class MoE(PlannedModule):
         self.init_tkg_module = init_tkg_module
         self.tkg_config = None if tkg_config is None else MoEFusedTKGConfig.of(tkg_config)
         self.reduce_dtype = reduce_dtype
-        check_parts(router, expert_mlps, shared_experts)
+        self.latent = latent
+        check_parts(router, expert_mlps, shared_experts, latent)
         check_sequences(
             router,
             expert_mlps,
@@ -288,6 +298,7 @@ class MoE(PlannedModule):
         residual: Tensor | None = None,
         *,
         phase: str | None = None,
+        token_ids: Tensor | None = None,
     ) -> MoEOutput:
         """Compute the layer.
 
@@ -299,12 +310,15 @@ class MoE(PlannedModule):
             residual: [B, S, H] added to the input first; the sum is returned as the last field.
             phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
+            token_ids: [B, S], in the order of hidden_states, for a router with a table of them.
         """
         hidden_states, residual = _add_residual(
             hidden_states, residual, self.router.spec.hidden_size
         )
         phase = "speculation" if is_speculative_decoding else phase
         batch = self._batch(hidden_states, padding_mask, phase)
+        if self.router.spec.table_size and token_ids is not None:
+            batch = batch._replace(token_ids=token_ids.reshape(-1))
         dispatch = self.dispatch(batch.phase, batch.is_sequence_part)
         batch = dispatch.tokens(batch, self._settings)
         plan, num_tokens = None, sum(batch.lengths)
@@ -353,10 +367,33 @@ class MoE(PlannedModule):
         num_rows = entered.rows.hidden_TH.shape[0]
         if plan is not None and num_rows not in (0, plan.step.tokens):
             plan = self.plan(plan.step._replace(rows=num_rows))
-        partial_NH = self.expert_mlps.compute(plan, *entered.rows)
-        output_TH, routing = dispatch.leave(partial_NH, entered, self.shared_experts)
+        rows, latent = entered.rows, self.latent
+        if latent is not None:
+            rows = rows._replace(hidden_TH=latent.enter(rows.hidden_TH))
+        partial_NH = self.expert_mlps.compute(plan, *rows)
+        beside: Beside | None = self.shared_experts
+        if self.router.spec.num_identity:
+            assert entered.routing is not None
+            beside = Identities(self._identity_factors(entered.routing))
+        if latent is None:
+            output_TH, routing = dispatch.leave(partial_NH, entered, beside)
+        else:
+            width = latent.spec.latent_size
+            if beside is not None:  # one sum over ranks for both
+                beside = BesideLatents(beside, width)
+                partial_NH = nn.functional.pad(partial_NH, (0, latent.spec.hidden_size))
+            both, routing = dispatch.leave(partial_NH, entered, beside)
+            output_TH = latent.leave(both[:, :width])
+            if beside is not None:
+                output_TH = output_TH + both[:, width:]
         assert routing is not None
         return output_TH, routing.router_logits_TE, routing.expert_index_TK
+
+    def _identity_factors(self, routing: Routing) -> Tensor:
+        """Return the sum of the affinities of each token's identities, [t, 1]."""
+        is_identity_TK = routing.expert_index_TK >= self.router.spec.num_experts
+        factor_T1: Tensor = (routing.expert_affinities_TK * is_identity_TK).sum(1, keepdim=True)
+        return factor_T1
 
     def _choose(
         self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch, own: Own
@@ -366,13 +403,23 @@ class MoE(PlannedModule):
         if mask is not None and self.training and torch.is_grad_enabled():
             own_TH = own_TH.where(mask.reshape(-1, 1) != 0, 0.0)  # 0 * NaN would reach weights
         own_TH = self._normed(plan, own_TH)
-        own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
+        spec = self.router.spec
+        if spec.table_size:
+            routing = self.router(own_TH, token_ids=own.token_ids)
+        elif plan is None:
+            routing = self.router(own_TH)
+        else:
+            own_TH, routing = plan.enter(own_TH)
         if self.router_losses is not None and self.training:
             self._owe_losses(routing, mask, dispatch.loss_tokens(batch))
-        experts.check_hidden(own_TH)
+        if self.latent is None:
+            experts.check_hidden(own_TH)
+        index_TK = routing.expert_index_TK
+        if spec.num_identity:
+            index_TK = index_TK.masked_fill(index_TK >= spec.num_experts, NO_EXPERT)
         chosen = experts.select(
             routing.expert_affinities_TK,
-            routing.expert_index_TK,
+            index_TK,
             mask,
             drops=plan is not None and plan.path == "capacity",
             first_token=own.first_token,
@@ -475,16 +522,27 @@ class MoE(PlannedModule):
         experts = self.expert_mlps
         return replace(
             experts.parts(step.phase, forms),
-            router=self.router,
-            norm=self.rmsnorm,
+            # Where a table chooses, torch routes, and back ends plan experts on their own.
+            router=None if self.router.spec.table_size else self.router,
+            norm=None if self.router.spec.table_size else self.rmsnorm,
             shared=self.shared_experts,
             returns_routing=self.return_expert_index or experts.expert_load_E is not None,
             why_apart=self._why_apart(step),
             fuses_decode=self._fuses_decode,
             needs_quantized=self.tkg_config is not None and self.tkg_config.quantized,
             adds_input=self.adds_input and self._model(step).size == 1,
-            remarks=self.remarks,
+            remarks=self.remarks + self._told_apart(),
         )
+
+    def _told_apart(self) -> tuple[str, ...]:
+        """Return a sentence for each part that torch computes whatever the back end."""
+        spec, latent = self.router.spec, self.latent
+        told = (
+            (spec.table_size, "router: torch, which looks up a table of token ids"),
+            (spec.num_identity, f"{spec.num_identity} identity experts: torch, behind the others"),
+            (latent is not None, "latents of the experts: torch projects into and out of them"),
+        )
+        return tuple(text for is_told, text in told if is_told)
 
     def _model(self, step: Step) -> Collectives:
         """Return the ranks over which the output of a step is summed."""
@@ -502,6 +560,7 @@ class MoE(PlannedModule):
                 "shared experts would be laid out anew in every step of the traced graph",
             ),
             (experts.placement is not None, "experts are placed or replicated by load"),
+            (bool(self._told_apart()), "; ".join(self._told_apart())),
             (
                 experts.spec.normalizes_affinities,
                 "affinities are normalised after routing; RouterTopK(renormalize=True) in place of"

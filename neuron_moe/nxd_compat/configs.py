@@ -35,6 +35,7 @@ from neuron_moe.errors import (
 from neuron_moe.spec import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_LNC_SIZE,
+    ExpertFormula,
     as_dtype,
     check_top_k,
     open_features,
@@ -353,6 +354,8 @@ class RoutedExpertsMLPOpsConfig(_Settable):
         early_expert_affinity_modulation: scale the expert's input, not its output (Llama4).
         capacity_factor: None, and NxD's 0 and below ("blockwise"), compute every choice; > 0 drops
             what exceeds ceil(T * K * capacity_factor / E) tokens of an expert.
+        formula: what an expert computes, whatever the keys of its activation, clamps and biases say
+            (not in NxD).
     """
 
     num_experts: int
@@ -382,6 +385,7 @@ class RoutedExpertsMLPOpsConfig(_Settable):
     enable_spmd_rank: bool = False
     is_prefill: bool | None = None
     expert_distribution: list[list[int]] | None = None
+    formula: ExpertFormula | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):

@@ -13,7 +13,7 @@ from neuron_moe.errors import WeightError, check_choice, check_positive_int, nam
 from neuron_moe.nxd_compat.loading import prepare_shared
 from neuron_moe.nxd_compat.sharder import mark_shared
 from neuron_moe.parallel.collectives import as_collectives
-from neuron_moe.spec import SharedSpec, as_dtype
+from neuron_moe.spec import ExpertFormula, SharedSpec, as_dtype
 from neuron_moe.weights.checks import before_load
 
 
@@ -25,7 +25,7 @@ class SharedExperts(shared_experts.SharedExperts):
         hidden_size: H.
         intermediate_size: width of one shared expert.
         num_shared_experts: I = intermediate_size * num_shared_experts.
-        hidden_act: one of HIDDEN_ACTIVATIONS.
+        hidden_act: one of HIDDEN_ACTIVATIONS; no effect beside a formula.
         dtype: dtype of the weights, or its name.
         tensor_model_parallel_group: ranks that split I; the output is then a partial sum. Default:
             the tensor parallel ranks of `parallel_state`. `parallel_state.get_world_group()` splits
@@ -38,6 +38,7 @@ class SharedExperts(shared_experts.SharedExperts):
         transpose_weights: no effect; the state dict stays as above, NxD's before its hook, and
             kernels lay weights out themselves.
         is_gated: scale each token by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
+        formula: what they compute, if not down(act(gate(x)) * up(x)); not in NxD.
         device: where the weights live.
 
     Attributes:
@@ -61,6 +62,7 @@ class SharedExperts(shared_experts.SharedExperts):
         transpose_weights: bool = False,
         *,
         is_gated: bool = False,
+        formula: ExpertFormula | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         for name, value in (
@@ -73,7 +75,7 @@ class SharedExperts(shared_experts.SharedExperts):
         spec = SharedSpec(
             hidden_size=hidden_size,
             intermediate_size=intermediate_size * num_shared_experts,
-            activation=activation_of(act),
+            formula=formula or ExpertFormula(activation_of(act)),
             is_fused=fused_gate_up_projection,
             is_gated=is_gated,
         )

@@ -23,7 +23,7 @@ def expert_spec(config: RoutedExpertsMLPOpsConfig) -> ExpertSpec:
     """
     _refuse_keys(config)
     factor = config.capacity_factor
-    formula = ExpertFormula(
+    formula = config.formula or ExpertFormula(
         activation=activation_of(str(config.hidden_act)),
         scale=config.hidden_act_scaling_factor,
         has_gate=config.glu_mlp,

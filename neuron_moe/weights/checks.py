@@ -43,5 +43,12 @@ def _check_entries(
 ) -> None:
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         found = state_dict.get(prefix + name)
-        if isinstance(found, Tensor):
+        if not isinstance(found, Tensor):
+            continue
+        if weight.is_floating_point():
             check_weight(prefix + name, found, weight.shape)
+        elif found.shape != weight.shape or found.is_floating_point():
+            raise WeightError(
+                f"{prefix}{name}: {found.dtype} of shape {list(found.shape)} must be integers of"
+                f" shape {list(weight.shape)}. Check what the checkpoint calls so."
+            )

@@ -18,7 +18,7 @@ from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
 from nki_kernels.common.tiles import rows_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
-MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
+MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 32, 1024
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 _TURNED_TOKENS = 64  # a matmul of fewer columns takes as long: up to here y^T is made, not rows
 _OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most

@@ -1,6 +1,5 @@
 """What a kernel uses is found among what other kernels used, whatever their sizes, or told."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,6 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check.case_file import read_cases
-from neuron_moe.tools.check.vendor import run_case
-from neuron_moe.tools.check.vendor_cases.case import Limits
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from nki_sim import isa
 from nki_sim.language import api as nl
 from nki_sim.precedent import Recorder, Table, Use, recording
@@ -238,17 +233,3 @@ def test_the_shipped_table_names_its_sources() -> None:
     assert vendor["version"]
     assert table.shown_by("vendor", Use("nc_matmul", "instruction", "on tensor"))
     assert not table.shown_by("vendor", Use("nc_matmul", "instruction", "on vector"))
-
-
-@pytest.mark.skipif(
-    LIBRARY_VARIABLE not in os.environ,
-    reason=f"{LIBRARY_VARIABLE} is not set: it names a checkout of the vendor's kernel library",
-)
-@pytest.mark.filterwarnings("ignore")
-def test_the_shipped_table_has_what_a_vendor_kernel_uses() -> None:
-    library = VendorLibrary(Path(os.environ[LIBRARY_VARIABLE]))
-    cases = read_cases(Path(__file__).with_name("vendor_cases.json"), match="r19")
-    with recording() as recorder:
-        assert run_case(cases[0], library, Limits()).outcome == "passed"
-    assert len(recorder.uses) > 20
-    assert Table.read().without(recorder) == []

@@ -65,7 +65,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("router_losses",),
     ("explain", "plan"),
     ("backends", "dispatch"),
-    ("experts", "transformers_experts"),
+    ("experts", "latent", "transformers_experts"),
     ("layer_checks",),
     ("moe",),
     ("train", "sharded", "planner"),

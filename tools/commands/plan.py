@@ -40,6 +40,7 @@ from neuron_moe.planner.search import (
     write_config,
 )
 from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
+from neuron_moe.tools.commands import place
 from neuron_moe.tools.commands.plan_page import (
     coefficient_rows,
     layout_rows,
@@ -66,6 +67,8 @@ _SIZE_NAMES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Plan, print, draw; return the exit status."""
+    if argv and "--place" in argv:
+        return place.main([word for word in argv if word != "--place"])
     args = _parser().parse_args(argv)
     if args.hardware is not None:
         use_measured(use_hardware(args.hardware), f"chip calibrate, {args.hardware}")
@@ -322,6 +325,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.more.add_argument(
         "--picture", type=Path, help="PNG to write: times and bytes against EP"
+    )
+    parser.more.add_argument(
+        "--place", action="store_true", help="experts on ranks instead: --place --help"
     )
     add_report_option(parser)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

@@ -246,6 +246,8 @@ def _activate(gate, up, P: gl.constexpr):
     UP_LOW: gl.constexpr = P.UP_LOW
     UP_HIGH: gl.constexpr = P.UP_HIGH
     UP_OFFSET: gl.constexpr = P.UP_OFFSET
+    GATE_CAP: gl.constexpr = P.GATE_CAP
+    UP_CAP: gl.constexpr = P.UP_CAP
     value, _, _ = _expert_act(
         gate,
         up,
@@ -258,6 +260,8 @@ def _activate(gate, up, P: gl.constexpr):
         UP_LOW,
         UP_HIGH,
         UP_OFFSET,
+        GATE_CAP,
+        UP_CAP,
     )
     return value
 

@@ -51,6 +51,8 @@ class Product:
     UP_LOW: float
     UP_HIGH: float
     UP_OFFSET: float
+    GATE_CAP: float
+    UP_CAP: float
     gathers: str = "none"
     sums_rows: bool = False
     right_is_transposed: bool = False

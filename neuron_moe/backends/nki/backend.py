@@ -100,7 +100,7 @@ def _in_blocks(parts: LayerParts, step: Step) -> Workload:
     if tuned is not None:
         return replace(work, block_size=tuned.block_size)
     if tuning.block_size is None and tuning.shard_plan == "auto":
-        best = prefill.rank(parts, step.tokens)[0]
+        best = prefill.rank(parts, step)[0]
         work = replace(work, block_size=int(best.block_size))
     return work
 

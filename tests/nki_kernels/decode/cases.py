@@ -40,6 +40,12 @@ GPT_OSS: dict[str, Any] = {
     "gate_limits": limits(None, 7.0),
     "up_limits": limits(-7.0, 7.0),
 }
+SITU: dict[str, Any] = {
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "gate_softcap": 0.7,  # so low that they act
+    "up_softcap": 1.1,
+}
 Records = tuple[ExpertFormula, WeightForm, DecodeRequest]
 
 

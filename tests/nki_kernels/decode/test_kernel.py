@@ -22,7 +22,7 @@ from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.cases import GPT_OSS, Decode, records
+from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode, records
 from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 
@@ -34,6 +34,9 @@ RMS_FACTOR = 1.05
 SELECTIVE, ALL = {"mode": "selective"}, {"mode": "all"}
 CASES = {
     "T1-H128-I64-E8-K2": Decode(1, 128, 64, 8, 2),
+    "T3-H64-I16-E512-K22": Decode(3, 64, 16, 512, 22, options=SELECTIVE),
+    "T2-H64-I16-E896-K16": Decode(2, 64, 16, 896, 16, options=SELECTIVE),
+    "T2-H192-I60-E8-K4-situ": Decode(2, 192, 60, 8, 4, has_bias=True, options=SITU),
     "T1-H192-I60-E8-K4-gpt-oss": Decode(1, 192, 60, 8, 4, has_bias=True, options=GPT_OSS),
     "T1-H128-I64-E4-K4-one-of-3-ranks": Decode(1, 128, 64, 4, 4, ranks=3, rank=1),
     "T1-H128-I64-E8-K1-pre": Decode(1, 128, 64, 8, 1, options={"scaling": "pre"}),
@@ -199,9 +202,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "T": ({"T": 257}, r"T=257: must be 1 to 256"),
     "H": ({"H": 100}, r"H=100: must be a multiple of 16"),
     "I": ({"I": 0}, r"I=0: must be at least 1"),
-    "E": ({"E": 600, "num_experts": 600}, r"E=600: must be 1 to 512"),
+    "E": ({"E": 1200, "num_experts": 1200}, r"E=1200: must be 1 to 1024"),
     "num_experts": ({"num_experts": 3}, r"num_experts=3: must be at least E=4"),
-    "K": ({"K": 17}, r"K=17: must be 1 to 16"),
+    "K": ({"K": 33}, r"K=33: must be 1 to 32"),
     "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
     "mode": ({"mode": "some"}, r"mode='some': must be one of auto"),
     "shard": ({"shard": "tokens"}, r"shard='tokens': must be one of auto"),
@@ -247,8 +250,8 @@ REACHED = [
     (1, 64, 1, 1, 1, 1, 1),
     (256, 64, 1, 1, 1, 1, 2),
     (1, 80, 1, 1, 1, 1, 2),
-    (1, 64, 1, 512, 1, 512, 2),
-    (1, 64, 1, 1, 16, 16, 2),
+    (1, 64, 1, 1024, 1, 1024, 2),
+    (1, 64, 1, 1, 32, 32, 2),
 ]
 PAST = [
     (0, 64, 1, 1, 1, 1, 1),
@@ -257,11 +260,11 @@ PAST = [
     (1, 72, 1, 1, 1, 1, 1),
     (1, 64, 0, 1, 1, 1, 1),
     (1, 64, 1, 0, 1, 1, 1),
-    (1, 64, 1, 513, 1, 513, 1),
+    (1, 64, 1, 1025, 1, 1025, 1),
     (1, 64, 1, 2, 1, 1, 1),
     (1, 64, 1, 1, 0, 1, 1),
     (1, 64, 1, 1, 2, 1, 1),
-    (1, 64, 1, 1, 17, 17, 1),
+    (1, 64, 1, 1, 33, 33, 1),
     (1, 64, 1, 1, 1, 1, 0),
     (1, 64, 1, 1, 1, 1, 3),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -39,6 +40,12 @@ GPT_OSS: dict[str, Any] = {
     "up_offset": 1.0,
     "gate_limits": limits(None, 7.0),
     "up_limits": limits(-7.0, 7.0),
+}
+SITU: dict[str, Any] = {
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "gate_softcap": 0.7,  # so low that they act
+    "up_softcap": 1.1,
 }
 Records = tuple[ExpertFormula, ExpertSizes, PrefillWork, PlanRequest]
 
@@ -244,3 +251,9 @@ class Prefill:
         full = np.zeros((len(self.slots), self.H))
         full[live] = result
         return full
+
+
+def sized(name: str, **more: Any) -> Prefill:
+    """Return the problem whose sizes a name tells, as T500-H192-I60-E3-K2-B64; B is 128 if not."""
+    sizes = re.findall(r"(?:^|-)([THIEKB])(\d+)(?=-|$)", name)
+    return Prefill(**{letter: int(count) for letter, count in sizes}, **more)
