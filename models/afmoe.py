@@ -2,7 +2,7 @@
 
 What differs from other decoders: norms stand before and behind attention and experts; what heads
 attend to is gated by a sigmoid of the layer's input; each head of queries and keys is normalised,
-and turned only where the layer slides. Experts are chosen as in DeepSeek-V3, in one group, and
+and rotated only where the layer slides. Experts are chosen as in DeepSeek-V3, in one group, and
 embeddings may be scaled.
 Source: transformers, `models/afmoe/modular_afmoe.py`; arcee-ai/Trinity-Mini.
 """
@@ -94,7 +94,7 @@ Config = AfmoeConfig
 
 
 class Attention(GroupedAttention):
-    """Grouped-query attention that is gated; turned and sliding, or neither."""
+    """Grouped-query attention that is gated; rotated and sliding, or neither."""
 
     def __init__(self, config: AfmoeConfig, layer: int, dtype: torch.dtype) -> None:
         bias = PROJECTIONS if config.attention_bias else ()
@@ -110,7 +110,7 @@ class Attention(GroupedAttention):
         return out_USH
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places, where the layer turns them."""
+        """Return queries and keys that know their places, where the layer rotates them."""
         return super().turn(query_USQD, key_USJD, tokens) if self.turns else (query_USQD, key_USJD)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from neuron_moe import MoE
+from neuron_moe.activations import HIDDEN_ACTIVATIONS
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.attention import (
     EVERYTHING,
@@ -36,7 +36,7 @@ from neuron_moe.models.attention import (
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
-from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
+from neuron_moe.moe import MoE
 
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 Norm = RMSNorm | nn.LayerNorm
@@ -84,14 +84,14 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"
                 f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
             )
-        if self.turned_size % 2 or not self.turned_size:
+        if self.rotated_size % 2 or not self.rotated_size:
             raise ValueError(
                 f"head_dim={self.head_dim}: must be even, and so must the rotated part of a head,"
-                f" here {self.turned_size}. Rotary embedding rotates pairs."
+                f" here {self.rotated_size}. Rotary embedding rotates pairs."
             )
 
     @property
-    def turned_size(self) -> int:
+    def rotated_size(self) -> int:
         """How much of each head is rotated."""
         return int(self.head_dim * self.rope.part)
 
@@ -173,7 +173,7 @@ class GroupedAttention(nn.Module):
         reach: how far back a token sees.
         bias: names of the projections with a bias, such as "q_proj".
         has_sinks: there is a learned sink logit for each query head.
-        norms: queries and keys are normalised before they are turned: "" for not, "by head" for
+        norms: queries and keys are normalised before they are rotated: "" for not, "by head" for
             each head by itself, "jointly" for all heads together.
 
     Attributes:
@@ -422,6 +422,7 @@ class DecoderModel(nn.Module):
         hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
 
+<<<<<<< HEAD
     def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
         """Lay all experts out for a step, as `MoE.prepare` does for one layer."""
         for layer in self.layers:
@@ -434,6 +435,8 @@ class DecoderModel(nn.Module):
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 
+=======
+>>>>>>> main
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""
         logits: Tensor = self.lm_head(self.norm(hidden))
@@ -448,7 +451,7 @@ class DecoderModel(nn.Module):
 
     def describe_tokens(self, places_US: Tensor, real_US: Tensor | None) -> Tokens:
         """Return what all layers need to know of the new tokens."""
-        rope = rope_tables(self.config.rope, self.config.turned_size, places_US)
+        rope = rope_tables(self.config.rope, self.config.rotated_size, places_US)
         return Tokens(places_US, rope, real_US)
 
     def make_views(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_moe.models import deepseek_v3
-from neuron_moe.models.deepseek_v3 import DeepseekV3Config, read_turned
+from neuron_moe.models.deepseek_v3 import DeepseekV3Config, read_rotated
 from neuron_moe.models.hf_config import ConfigReader
 
 DEFAULTS = {
@@ -31,7 +31,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
         """
         reader = ConfigReader.of_family(config, "glm4_moe_lite", *deepseek_v3.OTHER_KEYS)
         reader.require("first_k_dense_replace", 1)
-        rope = read_turned(reader, reader.get("rope_interleave", bool, True))
+        rope = read_rotated(reader, reader.get("rope_interleave", bool, True))
         return cls.read_latent(reader, rope=rope, defaults=DEFAULTS)
 
 

@@ -2,7 +2,7 @@
 
 What differs from other decoders: embeddings, attention's logits, residuals and the last logits are
 each scaled by a number of config.json; a softmax is over the K chosen experts. Granite 4 has a
-shared expert and layers with a Mamba-2 memory, and then attention need not turn anything.
+shared expert and layers with a Mamba-2 memory, and then attention need not rotate anything.
 Source: transformers, `models/granitemoe`, `models/granitemoeshared`, `models/granitemoehybrid`.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -22,13 +21,14 @@ from neuron_moe.models.decoder import (
     check_layer_types,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import build_router, build_shared, gated_moe
 from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes
-from neuron_moe.models.nemotron_h import UnturnedAttention, mamba_rules
+from neuron_moe.models.nemotron_h import UnrotatedAttention, mamba_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, either, projection_names
 from neuron_moe.models.wrapped import Scale, WrappedLayer, wrapped_rules
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("granitemoeshared", "granitemoehybrid")
 ROPE_THETA = 10000.0  # where config.json does not say
@@ -48,7 +48,7 @@ class GraniteMoeConfig(DecoderConfig):
         shared_intermediate_size: of the shared expert; None: there is none.
         layer_types: one of LAYER_TYPES a layer.
         mamba: sizes of the layers with a memory; None: there are none.
-        is_turned: queries and keys know their places.
+        is_rotated: queries and keys know their places.
     """
 
     intermediate_size: int
@@ -63,7 +63,7 @@ class GraniteMoeConfig(DecoderConfig):
     layer_types: tuple[str, ...]
     mamba: Mamba2Sizes | None
     mamba_conv_bias: bool
-    is_turned: bool
+    is_rotated: bool
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -104,7 +104,7 @@ class GraniteMoeConfig(DecoderConfig):
             layer_types=types,
             mamba=_read_mamba(reader) if is_hybrid and has_memory else None,
             mamba_conv_bias=reader.get("mamba_conv_bias", bool, True) if is_hybrid else False,
-            is_turned=_is_turned(reader) if is_hybrid else True,
+            is_rotated=_is_rotated(reader) if is_hybrid else True,
         )
 
 
@@ -147,8 +147,8 @@ def _read_mamba(reader: ConfigReader) -> Mamba2Sizes:
     )
 
 
-def _is_turned(reader: ConfigReader) -> bool:
-    """Say whether queries and keys are turned, as `position_embedding_type` does."""
+def _is_rotated(reader: ConfigReader) -> bool:
+    """Say whether queries and keys are rotated, as `position_embedding_type` does."""
     kind = reader.get_optional("position_embedding_type", str)
     if kind not in (None, "nope", "rope"):
         raise ValueError(
@@ -179,7 +179,7 @@ class Model(DecoderModel):
         if config.layer_types[layer] == LAYER_TYPES[0] and config.mamba is not None:
             has_bias = config.mamba_conv_bias
             return Mamba2(config.mamba, config.rms_norm_eps, 0.0, dtype, has_conv_bias=has_bias)
-        kind = GroupedAttention if config.is_turned else UnturnedAttention
+        kind = GroupedAttention if config.is_rotated else UnrotatedAttention
         attention = kind(config, dtype, bias=PROJECTIONS if config.attention_bias else ())
         if config.attention_multiplier is not None:
             attention.scale = config.attention_multiplier
@@ -188,16 +188,11 @@ class Model(DecoderModel):
     def _build_experts(self, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 router and perhaps a shared expert."""
         config, act, shared = self.config, self.config.hidden_act, None
-        router = RouterTopK(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            apply_act_fn_over_topk=True,
-        )
+        formula = RouterFormula(top_k=config.num_experts_per_tok, act_over_topk=True)
+        router = build_router(config.num_local_experts, config.hidden_size, formula)
         if config.shared_intermediate_size is not None:
             sizes = config.hidden_size, config.shared_intermediate_size
-            shared = SharedExperts(*sizes, 1, act, dtype, fused_gate_up_projection=True)
+            shared = build_shared(*sizes, dtype, act, is_fused=True)
         return gated_moe(router, config.intermediate_size, dtype, backend, shared, hidden_act=act)
 
     def embed(self, input_ids: Tensor) -> Tensor:

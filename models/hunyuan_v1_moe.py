@@ -1,6 +1,6 @@
 """Hunyuan-A13B: configuration, attention, experts and checkpoint map.
 
-What differs from other decoders: each head of queries and keys is normalised after it was turned,
+What differs from other decoders: each head of queries and keys is normalised after it was rotated,
 and a shared expert of the same width stands beside the routed ones, which a softmax chooses.
 Source: transformers, `models/hunyuan_v1_moe/modular_hunyuan_v1_moe.py`;
 tencent/Hunyuan-A13B-Instruct.
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import build_router, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -29,7 +28,8 @@ from neuron_moe.models.weight_rules import (
     mlp_rules,
     projection_names,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 10000.0  # where config.json does not say
 BY_LAYER = ("moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert")
@@ -128,7 +128,7 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
 
 
 class Attention(GroupedAttention):
-    """Grouped-query attention with norms on turned heads."""
+    """Grouped-query attention with norms on rotated heads."""
 
     def project(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [U, S, heads * D] each, as they are."""
@@ -148,22 +148,17 @@ class Model(DecoderModel):
     config: HunyuanMoEConfig
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
-        """Return attention with norms on turned heads."""
+        """Return attention with norms on rotated heads."""
         bias = PROJECTIONS if self.config.attention_bias else ()
         return Attention(self.config, dtype, bias=bias, norms="by head")
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router and a shared expert."""
         config, act = self.config, self.config.hidden_act
-        router = RouterTopK(
-            num_experts=config.num_experts,
-            top_k=config.moe_topk,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=True,
-        )
-        width = config.intermediate_size
-        shared = SharedExperts(config.hidden_size, width, 1, act, dtype)
+        size, width = config.hidden_size, config.intermediate_size
+        formula = RouterFormula(top_k=config.moe_topk, renormalize=True)
+        router = build_router(config.num_experts, size, formula)
+        shared = build_shared(size, width, dtype, act)
         return gated_moe(router, width, dtype, backend, shared, hidden_act=act)
 
 

@@ -6,12 +6,13 @@ Letters: H hidden, I intermediate.
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
-from neuron_moe.activations import activate_parts
+from neuron_moe.activations import activate_parts, activation_of
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.latent import Latent
-from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import ExpertFormula
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import ExpertFormula, ExpertSpec, RouterFormula, RouterSpec, SharedSpec
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -83,7 +84,55 @@ class GatedMLP(nn.Module):
 
 def gated(hidden_act: str) -> ExpertFormula:
     """Return the formula act(gate) * up of an activation as config.json names it."""
-    return ExpertFormula(ACTIVATION_NAMES.get(hidden_act, hidden_act))
+    return ExpertFormula(activation_of(hidden_act))
+
+
+def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:
+    """Return a router in float32."""
+    return Router(RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula))
+
+
+def build_shared(
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    hidden_act: str = "silu",
+    formula: ExpertFormula | None = None,
+    *,
+    is_gated: bool = False,
+    is_fused: bool = False,
+) -> SharedExperts:
+    """Return shared experts of `intermediate_size` columns in all.
+
+    Their formula is `formula`, else act(gate) * up with hidden_act as in config.json.
+    """
+    spec = SharedSpec(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        formula=formula or gated(hidden_act),
+        is_gated=is_gated,
+        is_fused=is_fused,
+    )
+    return SharedExperts(spec, dtype=dtype)
+
+
+def expert_spec(
+    router: Router,
+    intermediate_size: int,
+    formula: ExpertFormula,
+    *,
+    scales_input: bool = False,
+    latent: Latent | None = None,
+) -> ExpertSpec:
+    """Return what the experts behind a router are, inside latents if there are any."""
+    return ExpertSpec(
+        num_experts=router.num_experts,
+        top_k=router.top_k,
+        hidden_size=router.hidden_size if latent is None else latent.spec.latent_size,
+        intermediate_size=intermediate_size,
+        formula=formula,
+        scales_input=scales_input,
+    )
 
 
 def gated_moe(
@@ -112,14 +161,6 @@ def gated_moe(
         latent: projections around the experts, or None.
     """
     formula = formula or gated(hidden_act)
-    experts = RoutedExpertsMLPOpsConfig(
-        num_experts=router.spec.num_experts,
-        top_k=router.spec.formula.top_k,
-        hidden_size=router.spec.hidden_size if latent is None else latent.spec.latent_size,
-        intermediate_size=intermediate_size,
-        hidden_act="silu",
-        glu_mlp=formula.has_gate,
-        formula=formula,
-        early_expert_affinity_modulation=scales_input,
-    )
-    return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared, latent=latent)
+    spec = expert_spec(router, intermediate_size, formula, scales_input=scales_input, latent=latent)
+    experts = RoutedExperts(spec, dtype=dtype, backend=backend)
+    return MoE(router, experts, shared, latent=latent)

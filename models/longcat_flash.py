@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Tokens
@@ -23,6 +22,7 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, RMSNorm, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, expert_rules, mlp_rules
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
 
@@ -73,8 +73,8 @@ class LongcatFlashConfig(DecoderConfig):
         )
 
     @property
-    def turned_size(self) -> int:
-        """How much of each head is turned."""
+    def rotated_size(self) -> int:
+        """How much of each head is rotated."""
         return self.qk_rope_head_dim
 
     @property

@@ -60,11 +60,11 @@ class Mistral4Config(DeepseekV3Config):
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
         reader = ConfigReader.of_family(config, "mistral4", *deepseek_v3.OTHER_KEYS)
-        turned, plain = (reader.get(f"qk_{kind}_head_dim", int) for kind in ("rope", "nope"))
-        reader.require("head_dim", turned + plain)
+        rotated, plain = (reader.get(f"qk_{kind}_head_dim", int) for kind in ("rope", "nope"))
+        reader.require("head_dim", rotated + plain)
         section = reader.get_section("rope_parameters") or reader.get_section("rope_scaling")
         growth = ConfigReader(section or ROPE, "rope_parameters")
-        part = turned / max(turned + plain, 1)
+        part = rotated / max(rotated + plain, 1)
         rope = RopeConfig.from_hf(
             reader,
             is_interleaved=reader.get("rope_interleave", bool, True),
@@ -75,7 +75,7 @@ class Mistral4Config(DeepseekV3Config):
         if rope.part != part:
             raise ValueError(
                 f"partial_rotary_factor={rope.part}: must be {part}: qk_rope_head_dim says how much"
-                " of a head is turned. Correct config.json."
+                " of a head is rotated. Correct config.json."
             )
         return cls.read_latent(
             reader,
@@ -111,11 +111,11 @@ class Attention(LatentAttention):
     config: Mistral4Config
 
     def _queries(self, hidden_USH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the plain and the turned part of each head, [U, S, Q, N] and [U, S, Q, D]."""
-        config, (plain, turned) = self.config, super()._queries(hidden_USH, tokens)
+        """Return the plain and the rotated part of each head, [U, S, Q, N] and [U, S, Q, D]."""
+        config, (plain, rotated) = self.config, super()._queries(hidden_USH, tokens)
         blocks_US = torch.floor(tokens.places_US / config.scaling_context)
         growth_US11 = (1 + config.scaling_beta * torch.log(1 + blocks_US))[..., None, None]
-        return plain * growth_US11.to(plain.dtype), turned * growth_US11.to(turned.dtype)
+        return plain * growth_US11.to(plain.dtype), rotated * growth_US11.to(rotated.dtype)
 
 
 class Model(deepseek_v3.Model):

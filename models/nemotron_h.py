@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.latent import Latent
 from neuron_moe.models.attention import CacheShape, View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
 from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, either
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, LatentSpec, RouterFormula, RouterSpec
 
@@ -97,7 +97,7 @@ class NemotronHConfig(DecoderConfig):
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int, 128),
-            rope=RopeConfig(theta=10000.0),  # which nothing turns by
+            rope=RopeConfig(theta=10000.0),  # by which nothing rotates
             layer_types=tuple(kinds),
             mamba=Mamba2Sizes(
                 hidden_size=size,
@@ -129,7 +129,7 @@ class Nothing(nn.Module):
     cache_shape: CacheShape = ()
 
 
-class UnturnedAttention(GroupedAttention):
+class UnrotatedAttention(GroupedAttention):
     """Grouped-query attention whose queries and keys know nothing of their places."""
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class Model(DecoderModel):
             has_bias = config.use_conv_bias
             mixer: nn.Module = Mamba2(config.mamba, eps, least, dtype, has_conv_bias=has_bias)
         elif kind == "full_attention":
-            mixer = UnturnedAttention(config, dtype)
+            mixer = UnrotatedAttention(config, dtype)
         elif kind == "mlp":
             mixer = GatedMLP(config.hidden_size, config.intermediate_size, dtype, formula=RELU2)
         else:
@@ -192,7 +192,7 @@ class Model(DecoderModel):
         """Return a MoE with a float32 router."""
         config, size = self.config, self.config.hidden_size
         width = config.shared_intermediate_size
-        shared = SharedExperts(size, width, 1, "silu", dtype, formula=RELU2)
+        shared = build_shared(size, width, dtype, formula=RELU2)
         latent = None
         if config.latent_size is not None:
             space = LatentSpec(hidden_size=size, latent_size=config.latent_size)

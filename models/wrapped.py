@@ -5,10 +5,10 @@ Letters: those of `decoder`.
 
 from torch import Tensor, nn
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import Rule
 from neuron_moe.models.attention import View
 from neuron_moe.models.decoder import Tokens
+from neuron_moe.moe import MoE
 
 _AROUND = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
 

@@ -19,6 +19,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 
+_OTHER_NAMES = {"gelu_pytorch_tanh": "gelu_tanh"}  # in config.json: ours
+HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
+
+
+def activation_of(hidden_act: str) -> str:
+    """Return our name of one of HIDDEN_ACTIVATIONS, which are named as in config.json."""
+    return _OTHER_NAMES.get(hidden_act, hidden_act)
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32, or as it is in float64."""

@@ -56,6 +56,34 @@ class RouterLosses:
             if value < 0:
                 raise ValueError(f"{field.name}={value}: must be 0 or more. Use 0 to leave it out.")
 
+    @classmethod
+    def named(cls, formula: str, weight: float, top_k: int) -> "RouterLosses":
+        """Return the weights with which a layer has the loss of another library or paper.
+
+        Args:
+            formula: 'deepseek' (V3's, within sequences), 'switch' (over all tokens), 'transformers'
+                (`load_balancing_loss_func` of one layer), 'st_moe' (z-loss).
+            weight: that its coefficient has there.
+            top_k: K of the router.
+
+        Raises:
+            ValueError: an unknown formula; torchtitan's, which is no loss.
+        """
+        if formula == "torchtitan":
+            raise ValueError(
+                "formula='torchtitan': has no loss, it moves selection biases against the load."
+                " Call neuron_moe.train.balance.step_selection_biases instead."
+            )
+        known = {
+            "deepseek": {"sequence": weight},
+            "switch": {"balance": weight},
+            "transformers": {"balance": top_k * weight},
+            "st_moe": {"z": weight},
+        }
+        if formula not in known:
+            raise ValueError(f"formula={formula!r}: must be one of {', '.join(known)}.")
+        return cls(**known[formula])
+
 
 def _alone(x: Tensor) -> Tensor:
     return x

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neuron_moe.activations import activate_parts, at_least_float32
+from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, SingleRank
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.spec import SharedSpec
@@ -25,7 +26,8 @@ class SharedExperts(nn.Module):
 
     Args:
         spec: sizes and formula.
-        group: ranks that split I; the output is then a partial sum. Default: one rank.
+        group: ranks that split I; the output is then a partial sum. Default: the tensor parallel
+            ranks of `parallel_state`.
         whole_on_each_rank: weights are whole on each rank, which computes its own tokens (sequence
             parallelism); ranks with the same tokens compute a slice of I each.
         dtype: dtype of the weights.
@@ -49,9 +51,11 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.spec = spec
         self.whole_on_each_rank = whole_on_each_rank
-        is_split = group is not None and not whole_on_each_rank
-        here = group if is_split and group is not None else SingleRank("shared experts")
-        self._take_part(here, dtype, device)
+        if group is None and (groups := parallel_state.default_groups()) is not None:
+            group = groups.tensor
+        if group is None or whole_on_each_rank:
+            group = SingleRank("shared experts")
+        self._take_part(group, dtype, device)
         self.shared_expert_gate = (
             nn.Linear(spec.hidden_size, 1, bias=False, dtype=dtype, device=device)
             if spec.is_gated

@@ -21,6 +21,7 @@ from nki_kernels.common.formula import (
     ExpertFormula,
     Limits,
     RouterFormula,
+    limits,
     num_projections,
     why_no_expert,
 )
@@ -30,13 +31,13 @@ __all__ = [
     "ExpertSpec",
     "InitMethods",
     "LatentSpec",
-    "LayerOptions",
     "RouterFormula",
     "RouterSpec",
     "SharedSpec",
     "Tuning",
     "as_dtype",
     "check_top_k",
+    "limits",
     "num_projections",
 ]
 
@@ -391,39 +392,3 @@ class Tuning:
         shards = f"{self.shard_plan} shards over {self.num_cores} core(s)"
         spare = ", spare rows for padding" if self.missing == "spare" else ""
         return f"{self.loop_plan} loop, {shards}{halves}{stay}{spare}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOptions:
-    """What a layer takes and gives beside its output.
-
-    Args:
-        is_sequence_parallel: the input is this rank's part of each sequence; the router sees the
-            own tokens only.
-        sequence_dimension: axis that is split: 1 of [B, S, H], or 0 of [S, B, H].
-        returns_logits: return the router's logits.
-        returns_index: return the choices.
-        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
-        fuses_decode: False: decode is never one launch; True: a step that cannot be is refused.
-        needs_quantized: plain expert weights are refused in decode.
-        adds_input: the input, before its norm, is added to the output: the residual stream of a
-            decoder layer goes in and comes out.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
-    """
-
-    is_sequence_parallel: bool = False
-    sequence_dimension: int = 1
-    returns_logits: bool = False
-    returns_index: bool = False
-    reduce_dtype: torch.dtype | None = None
-    fuses_decode: bool | None = None
-    needs_quantized: bool = False
-    adds_input: bool = False
-    remarks: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.sequence_dimension not in (0, 1):
-            raise ValueError(
-                f"sequence_dimension={self.sequence_dimension!r}: must be 1 for [B, S, H] or 0 for"
-                " [S, B, H]. Leave it out for [B, S, H]."
-            )

@@ -17,7 +17,7 @@ sliced over the ranks that are summed or computed for a share of the tokens.
 """
 
 from neuron_moe.dispatch.build import build_dispatches
-from neuron_moe.dispatch.shuffle import TokenShuffle
+from neuron_moe.dispatch.shuffle import build_shuffle
 from neuron_moe.dispatch.tokens import Beside, Dispatch, Entered, Own, Rows, TokenBatch
 
 __all__ = [
@@ -27,6 +27,6 @@ __all__ = [
     "Own",
     "Rows",
     "TokenBatch",
-    "TokenShuffle",
     "build_dispatches",
+    "build_shuffle",
 ]

@@ -8,15 +8,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from neuron_moe import shared_experts
+from neuron_moe.activations import HIDDEN_ACTIVATIONS, activation_of
 from neuron_moe.errors import WeightError, check_choice, check_positive_int, names_its_keys
-from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
-from neuron_moe.nxd_compat.loading import before_load, prepare_shared
-from neuron_moe.nxd_compat.nxd import adopt_groups
+from neuron_moe.nxd_compat.loading import prepare_shared
 from neuron_moe.nxd_compat.sharder import mark_shared
-from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
-from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.collectives import Collectives, as_collectives
+from neuron_moe.parallel.collectives import as_collectives
 from neuron_moe.spec import ExpertFormula, SharedSpec, as_dtype
+from neuron_moe.weights.checks import before_load
 
 
 @names_its_keys
@@ -77,14 +75,14 @@ class SharedExperts(shared_experts.SharedExperts):
         spec = SharedSpec(
             hidden_size=hidden_size,
             intermediate_size=intermediate_size * num_shared_experts,
-            formula=formula or ExpertFormula(ACTIVATION_NAMES.get(act, act)),
+            formula=formula or ExpertFormula(activation_of(act)),
             is_fused=fused_gate_up_projection,
             is_gated=is_gated,
         )
-        adopt_groups()
+        group = tensor_model_parallel_group
         super().__init__(
             spec,
-            group=_settle_group(tensor_model_parallel_group),
+            group=None if group is None else as_collectives(group, "shared experts"),
             whole_on_each_rank=sequence_parallel_enabled,
             dtype=as_dtype("dtype", dtype),
             device=device,
@@ -143,11 +141,3 @@ def _remarks(reduce_dtype: torch.dtype | None, transpose_weights: bool) -> tuple
         ),
     )
     return tuple(text for is_told, text in told if is_told)
-
-
-def _settle_group(given: ProcessGroup | None) -> Collectives:
-    """Return the ranks that split I."""
-    groups = parallel_state.get_groups()
-    if given is None and groups is not None:
-        return groups.tensor
-    return as_collectives(given, "shared experts")

@@ -40,6 +40,11 @@ class CombineDims(nl.NKIObject):
     ranks: RankSum = ALONE
 
 
+def sums_nothing(rows_of_token: int, dims: CombineDims) -> bool:
+    """Whether a token's output is one row times a number."""
+    return rows_of_token == 1 and not dims.has_residual and not dims.has_shared
+
+
 def check_combine(
     num_tokens: int,
     top_k: int,

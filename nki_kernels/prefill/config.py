@@ -20,6 +20,7 @@ from nki_kernels.common.weight_formats import ITEM_BYTES
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
 _FIRST_ENTRIES = 256  # of the lists of visits: two gathers
+_ROWS_BEHIND = 1 << 12
 MOST_PAIRS = 8  # of visits of a trip
 MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
 
@@ -404,8 +405,11 @@ def stored_rows(config: PrefillConfig) -> int:
 
 
 def no_piece(config: PrefillConfig) -> int:
-    """Return the number that stands for no piece: past all, a power of two, which bfloat16 has."""
+    """Return the number that stands for no piece: past all, and past the rows that a sum behind the
+    experts may put there, which are about as many as tokens; a power of two, which bfloat16 has.
+    """
     rows = num_partials(config) * output_tiles(config) * config.tile_rows
+    rows += config.num_tokens + _ROWS_BEHIND
     pieces, none = rows // stored_rows(config), 1
     for _doubled in range(24):
         none = none * 2 if none < pieces else none

@@ -20,7 +20,7 @@ from neuron_moe.backends.nki.layer import (
     shared_format,
     shared_weights,
 )
-from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts
+from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts, columns_of
 from neuron_moe.backends.nki.router import router_config, router_form
 from neuron_moe.plan import FusedOutput
 from neuron_moe.router import Routing
@@ -91,6 +91,7 @@ class PrefillLayerPlan(PrefillPlan):
             parts.returns_routing,
             shared,
             has_padding=self.step.has_padding,
+            columns=columns_of(parts, self.step, made.config),
         )
         check_prefill_layer(config)
         return config

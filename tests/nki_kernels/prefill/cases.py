@@ -29,7 +29,7 @@ from nki_kernels.prefill import (
     visits_of,
 )
 from nki_kernels.prefill.config import with_loop
-from tests.nki_kernels.routings import choose_experts
+from tests.nki_kernels.routings import choose_experts, sizes_in
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS: dict[str, Any] = {
@@ -250,3 +250,8 @@ class Prefill:
         full = np.zeros((len(self.slots), self.H))
         full[live] = result
         return full
+
+
+def sized(name: str, **more: Any) -> Prefill:
+    """Return the problem whose sizes a name tells, as T500-H192-I60-E3-K2-B64; B is 128 if not."""
+    return Prefill(**sizes_in(name), **more)
