@@ -422,21 +422,11 @@ class DecoderModel(nn.Module):
         hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
 
-<<<<<<< HEAD
-    def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
-        """Lay all experts out for a step, as `MoE.prepare` does for one layer."""
-        for layer in self.layers:
-            moe = getattr(layer, "moe", None)
-            if isinstance(moe, MoE):
-                moe.prepare(phase, tokens, has_padding=has_padding)
-
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the first hidden states `[.., H]` of token ids `[..]`."""
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 
-=======
->>>>>>> main
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""
         logits: Tensor = self.lm_head(self.norm(hidden))
