@@ -239,8 +239,10 @@ def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def convolve(inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix each token with those before it, each channel by itself, then SiLU.
+def convolve(
+    inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mix each token with those before it, each channel by itself, add the bias, then SiLU.
 
     Padding may stand anywhere: it is moved in front of all tokens, the earlier ones included.
 
@@ -263,4 +265,6 @@ def convolve(inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor) -> tuple[Tens
         summed_UXC += wide_UXC[:, tap : tap + num_all] * taps_WC[tap]
     if place_UX is not None:
         summed_UXC = summed_UXC.gather(1, place_UX[..., None].expand_as(summed_UXC))
+    if bias_C is not None:
+        summed_UXC = summed_UXC + bias_C.float()
     return F.silu(summed_UXC[:, -num_new:]), all_UXC[:, num_all - width + 1 :]

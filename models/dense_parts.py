@@ -36,6 +36,7 @@ _MIXED, _FUSED = {"in_proj_qkv", "conv_weight"}, {"in_proj_qkvz"}
 _VALUES, _RATES = {"in_proj_z", "out_proj"}, {"in_proj_b", "in_proj_a", "dt_bias", "A_log"}
 _FUSED_RATES = {"in_proj_ba"}
 _RECURRENT = _MIXED | _FUSED | _VALUES | _RATES | _FUSED_RATES
+_PAIR = {"gate_up_proj"}  # gate, then up
 
 
 class Part(NamedTuple):
@@ -154,6 +155,8 @@ class DenseSplit:
             elif kinds & _JOINT:
                 size = shape[axis] // (self.heads + 2 * self.kv_heads)
                 found[axis] = size * (queries + 2 * keys)
+            elif kinds & _PAIR:
+                found[axis] = 2 * ceil(shape[axis] // 2 / self.size)
             else:
                 found[axis] = ceil(shape[axis] / self.size)
         return tuple(found)
@@ -181,6 +184,10 @@ class DenseSplit:
             width = total // (self.heads + 2 * self.kv_heads)
             indices = _spread((*queries.indices, *keys, *values), width)
             return Part(axis, indices, len(indices))  # what fills up meets zeros of the output
+        if kinds & _PAIR:
+            half = _evenly(total // 2, self.rank, self.size).indices
+            indices = _settle((*half, *_shift(half, total // 2)))
+            return Part(axis, indices, len(indices))
         return _evenly(total, self.rank, self.size)._replace(axis=axis)
 
     def _recurrent_part(self, kinds: Set[str], axis: int, sizes: "DeltaNetSizes") -> Part:

@@ -7,9 +7,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from neuron_moe.backends import Backend
+from neuron_moe.errors import refuse
+from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.moe import MoE
 from neuron_moe.nxd_compat.configs import (
     BlockwiseMatmulConfig,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
 )
 from neuron_moe.nxd_compat.experts import ExpertMLPsV2
@@ -18,11 +20,8 @@ from neuron_moe.nxd_compat.groups import (
     get_moe_tp_ep_group,
     init_tensor_expert_parallel_moe_process_groups,
 )
-from neuron_moe.nxd_compat.layer import MoE
-from neuron_moe.nxd_compat.nxd import adopt_groups
 from neuron_moe.nxd_compat.routers import RouterTopK
 from neuron_moe.nxd_compat.shared import SharedExperts
-from neuron_moe.nxd_compat.tuning import refuse
 from neuron_moe.parallel import parallel_state
 
 Groups = dict[str, Any]
@@ -77,7 +76,7 @@ def initialize_moe_module(
     """
     neuron = config.neuron_config
     _refuse_keys(neuron)
-    adopt_groups()
+    parallel_state.default_groups()  # NxD's, from here on
     is_hybrid = neuron.hybrid_sharding_config is not None
     router = RouterTopK(
         config.num_local_experts,
@@ -151,7 +150,7 @@ def initialize_moe_module_v1(
     """
     neuron = config.neuron_config
     _refuse_keys(neuron)
-    adopt_groups()
+    parallel_state.default_groups()  # NxD's, from here on
     is_parallel = neuron.sequence_parallel_enabled
     router = RouterTopK(
         num_experts,

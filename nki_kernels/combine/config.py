@@ -9,7 +9,7 @@ import nki.language as nl
 from nki_kernels.common.rank_sums import ALONE, RankSum, check_rank_sum
 from nki_kernels.common.token_tiles import whole_tiles
 
-_MAX_TOP_K = 16
+_MAX_TOP_K = 32
 _MAX_PARTS = 8
 _MAX_ROWS = 1 << 24  # row numbers are exact in float32
 
@@ -38,6 +38,11 @@ class CombineDims(nl.NKIObject):
     has_shared: bool = False
     has_gate: bool = False
     ranks: RankSum = ALONE
+
+
+def sums_nothing(rows_of_token: int, dims: CombineDims) -> bool:
+    """Whether a token's output is one row times a number."""
+    return rows_of_token == 1 and not dims.has_residual and not dims.has_shared
 
 
 def check_combine(

@@ -37,7 +37,8 @@ Steps:
     1. Split the tokens over the cores; load all their slot numbers and affinities at once.
     2. Per tile of 128 tokens: make a diagonal of each choice's affinities.
     3. Per piece of H: gather each choice's rows, one gather per choice and part.
-    4. Sum in PSUM, one matmul per choice, part and term, always in this order; round; store.
+    4. Sum in PSUM, one matmul per choice, part and term, always in this order; round; store. A
+       single row of a token, to which no row is added, is multiplied on the Vector engine.
     5. Add up the ranks' rows, if dims.ranks says so, a portion while the next is summed.
 """
 
@@ -50,7 +51,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.combine.config import CombineDims
+from nki_kernels.combine.config import CombineDims, sums_nothing
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.rank_sums import end_portion, make_rows
 from nki_kernels.common.slot_sums import piece_size
@@ -106,6 +107,7 @@ def combine(
     identity_sb = identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
     pieces = (hidden_size + piece - 1) // piece
+    is_single = sums_nothing(top_k * num_parts, dims)
     gathered, beside, diagonals = [], [], []
     # Rows are asked for, and diagonals made, before those of the step before are summed: what
     # clears their place would otherwise wait behind the copies of that sum.
@@ -113,19 +115,26 @@ def combine(
         if step < tokens.count * pieces:
             tile, start = step // pieces, step % pieces * piece
             width = min(piece, hidden_size - start)
-            gathered.append(_gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims))
+            gathered.append(gather_rows(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims))
             beside.append(_load_beside(spoils, gates, added, tokens, tile, start, width))
-            if start == 0:
-                diagonals.append(_spread_weights(weights, identity_sb, tokens, tile, top_k))
+            if start == 0 and not is_single:
+                diagonals.append(spread_weights(weights, identity_sb, tokens, tile, top_k))
         if step > 0:
             tile, start = (step - 1) // pieces, (step - 1) % pieces * piece
             width = min(piece, hidden_size - start)
-            total_sb = _weigh(gathered.pop(0), diagonals[0], num_parts, dims, beside.pop(0))
+            if is_single:
+                weight_sb = weights[0][0 : tile_rows(tokens, tile), tile : tile + 1]
+                total_sb = _scale(gathered.pop(0)[0], weight_sb, dims.out_dtype, beside.pop(0))
+            else:
+                total_sb = weigh(
+                    gathered.pop(0), diagonals[0], num_parts, dims.out_dtype, beside.pop(0)
+                )
             portion, place = tile // stored.count, tile % stored.count
             target = token_rows(summed.parts[portion], stored, place, start, width)
             nisa.dma_copy(dst=target, src=total_sb)
             if start + width == hidden_size:
-                diagonals.pop(0)
+                if not is_single:
+                    diagonals.pop(0)
                 if place + 1 == stored.count:
                     end_portion(dims.ranks, summed, portion)
     return summed.output
@@ -144,20 +153,8 @@ def _load_rows(
     if tokens.full < PARTITIONS:
         nisa.memset(dst=first_sb, value=0)
     load_per_token(first_sb, slot_of_pair_TK, tokens)
-    is_spare = dims.missing == "spare"
-    if dims.has_no_expert and (num_parts > 1 or is_spare):
-        below_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=below_sb,
-            data=first_sb,
-            op0=nl.less,
-            operand0=0.0,
-            op1=nl.multiply,
-            operand1=float(num_slots if is_spare else _NO_ROW),
-        )
-        real_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=real_sb, data1=first_sb, data2=below_sb, op=nl.add)
-        first_sb = real_sb
+    if num_parts > 1 or dims.missing == "spare":
+        first_sb = real_rows(first_sb, num_slots, dims)
     rows_sb = [first_sb]
     for part in range(1, num_parts):
         part_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
@@ -166,22 +163,45 @@ def _load_rows(
     return rows_sb
 
 
+def real_rows(first_sb: nl.ndarray, num_slots: int, dims: CombineDims) -> nl.ndarray:
+    """Return int32 rows of the first part, where -1 is what is read in place of a missing one."""
+    if not dims.has_no_expert:
+        return first_sb
+    below_sb = nl.ndarray(first_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=below_sb,
+        data=first_sb,
+        op0=nl.less,
+        operand0=0.0,
+        op1=nl.multiply,
+        operand1=float(num_slots if dims.missing == "spare" else _NO_ROW),
+    )
+    real_sb = nl.ndarray(first_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=real_sb, data1=first_sb, data2=below_sb, op=nl.add)
+    return real_sb
+
+
 def _load_weights(
     affinities_TK: nl.ndarray, tokens: TokenTiles, slots_dtype: nl.DType
 ) -> list[nl.ndarray]:
-    """Return float32 tiles [128, tiles * K] that add up to the affinities: one, or a bfloat16
-    number and the rest.
-    """
+    """Return the affinities of this core's choices, [128, tiles * K], as of `split_weights`."""
     shape = (PARTITIONS, tokens.count * affinities_TK.shape[1])
     whole_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     if tokens.full < PARTITIONS:
         nisa.memset(dst=whole_sb, value=0.0)
     load_per_token(whole_sb, affinities_TK, tokens)
+    return split_weights(whole_sb, slots_dtype)
+
+
+def split_weights(whole_sb: nl.ndarray, slots_dtype: nl.DType) -> list[nl.ndarray]:
+    """Return float32 tiles that add up to the weights: one, or, beside bfloat16 slots, whose
+    diagonals round the first to bfloat16, that and the rest.
+    """
     if slots_dtype == nl.float32:
         return [whole_sb]
-    high_sb = nl.ndarray(shape, nl.bfloat16, buffer=nl.sbuf)
+    high_sb = nl.ndarray(whole_sb.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=high_sb, src=whole_sb)
-    low_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    low_sb = nl.ndarray(whole_sb.shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=low_sb, data1=whole_sb, data2=high_sb, op=nl.subtract)
     return [whole_sb, low_sb]
 
@@ -227,7 +247,7 @@ def _load_beside(
     return Beside(columns, factors, loaded)
 
 
-def _spread_weights(
+def spread_weights(
     weights: list[nl.ndarray],
     identity_sb: nl.ndarray,
     tokens: TokenTiles,
@@ -254,7 +274,7 @@ def _spread_weights(
     return diagonals
 
 
-def _gather(
+def gather_rows(
     slots_RH: nl.ndarray,
     rows_sb: list[nl.ndarray],
     tokens: TokenTiles,
@@ -286,16 +306,16 @@ def _gather(
     return gathered
 
 
-def _weigh(
+def weigh(
     gathered: list[nl.ndarray],
     diagonals: list[list[nl.ndarray]],
     num_parts: int,
-    dims: CombineDims,
+    out_dtype: nl.DType,
     beside: Beside,
 ) -> nl.ndarray:
     """Return the weighted sum of the gathered rows, [rows, width] in the output's type."""
     rows, width = gathered[0].shape
-    total_sb = nl.ndarray((rows, width), dims.out_dtype, buffer=nl.sbuf)
+    total_sb = nl.ndarray((rows, width), out_dtype, buffer=nl.sbuf)
     for group in range(0, width, _GROUP):
         group_width = min(_GROUP, width - group)
         total_ps = nl.ndarray((rows, group_width), nl.float32, buffer=nl.psum)
@@ -311,6 +331,25 @@ def _weigh(
                         accumulate=index + term > 0,
                     )
         _empty(total_sb[:, group : group + group_width], total_ps, beside, group)
+    return total_sb
+
+
+def _scale(
+    row_sb: nl.ndarray, weight_sb: nl.ndarray, out_dtype: nl.DType, beside: Beside
+) -> nl.ndarray:
+    """Return rows times their weights, and what is added to a token."""
+    total_sb = nl.ndarray(row_sb.shape, out_dtype, buffer=nl.sbuf)
+    if not beside.columns:
+        nisa.tensor_scalar(dst=total_sb, data=row_sb, op0=nl.multiply, operand0=weight_sb)
+    for column in beside.columns:
+        nisa.tensor_scalar(
+            dst=total_sb,
+            data=row_sb,
+            op0=nl.multiply,
+            operand0=weight_sb,
+            op1=nl.add,
+            operand1=column,
+        )
     return total_sb
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from nki.language import NKIObject
 
-from nki_kernels.combine import CombineDims, check_combine, check_combined_ranks
+from nki_kernels.combine import (
+    CombineDims,
+    FoldDims,
+    check_combine,
+    check_combined_ranks,
+    fold_dims,
+    fold_rows,
+)
 from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.token_tiles import split_tokens
@@ -28,7 +35,7 @@ from nki_kernels.prefill import (
     output_tiles,
     visits_of,
 )
-from nki_kernels.prefill.config import is_alone, num_partials
+from nki_kernels.prefill.config import is_alone, no_piece, num_partials, stored_rows
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
@@ -66,6 +73,8 @@ class PrefillLayerConfig(NKIObject):
             `make_shared_config`.
         given: the choices, where the router is another launch's.
         has_padding: some tokens are padding, which chooses no routed expert.
+        columns: of a token's row in the table of the last sum: its pairs here, or one row for all
+            where it has more; 0: one for each choice.
     """
 
     router: RouterConfig | None
@@ -77,6 +86,28 @@ class PrefillLayerConfig(NKIObject):
     shared: PrefillConfig | None = None
     given: GivenChoices | None = None
     has_padding: bool = False
+    columns: int = 0
+
+
+def has_table(config: PrefillLayerConfig) -> bool:
+    """Whether the last sum reads a table of its own, not a column for each choice."""
+    return config.columns > 0
+
+
+def folds_of(config: PrefillLayerConfig) -> FoldDims:
+    """Return columns and folds of the last sum."""
+    experts, top_k = config.experts, choices_of(config).top_k
+    if not config.columns:
+        return FoldDims(top_k, top_k)
+    most, rows = min(top_k, experts.E), output_tiles(experts) * experts.tile_rows
+    return fold_dims(experts.num_tokens, config.columns, most, rows, experts.num_cores)
+
+
+def slot_rows(config: PrefillLayerConfig) -> int:
+    """Return the rows of slots, and of folds behind them."""
+    experts, folds = config.experts, folds_of(config)
+    rows = output_tiles(experts) * experts.tile_rows
+    return max(rows, fold_rows(folds, experts.num_cores, experts.loop.missing == "spare"))
 
 
 def choices_of(config: PrefillLayerConfig) -> GivenChoices:
@@ -109,8 +140,19 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     _check_choices(config)
     num_tokens, top_k = experts.num_tokens, choices_of(config).top_k
     check_index_blocks(num_tokens, top_k, dims, experts.num_cores, config.visits)
-    slots = output_tiles(experts) * experts.tile_rows
-    check_combine(num_tokens, top_k, experts.H, slots, num_partials(experts))
+    if not 0 <= config.columns <= min(top_k, experts.E):
+        raise ValueError(
+            f"columns={config.columns}: must be up to {min(top_k, experts.E)}, the pairs that a"
+            " token may have here, or 0 for a column for each choice."
+        )
+    folds, partials = folds_of(config), num_partials(experts)
+    if folds.tiles and partials > 1:
+        raise ValueError(
+            f"columns={config.columns}, {partials} partial sums: a fold adds up one. Use"
+            f" columns={folds.most}, or a plan that does not split the intermediate axis."
+        )
+    assert slot_rows(config) <= no_piece(experts) * stored_rows(experts)
+    check_combine(num_tokens, folds.columns, experts.H, slot_rows(config), partials)
     check_combined_ranks(config.out, num_tokens, experts.num_cores)
     if experts.stores == "tiles" and config.visits.tells_short:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nki_kernels.combine import cost_combine
+from nki_kernels.combine import cost_combine, cost_folds
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
@@ -16,6 +16,8 @@ from nki_kernels.index.visits import spread_entries
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
     choices_of,
+    folds_of,
+    has_table,
     places_width,
     shared_visits,
 )
@@ -49,18 +51,20 @@ def cost_prefill_layer(
     Raises:
         ValueError: as of `cost_blockwise_moe`.
     """
-    experts, top_k = config.experts, choices_of(config).top_k
+    experts = config.experts
     num_tokens, H, cores = experts.num_tokens, experts.H, experts.num_cores
+    pairs_T, folds = np.bincount(slots[slots >= 0], minlength=num_tokens), folds_of(config)
     output = cost_combine(
         num_tokens,
-        top_k,
+        folds.columns,
         H,
         num_partials(experts),
         out_dtype=str(config.out.out_dtype),
-        num_pairs=int(np.sum(slots >= 0)),
+        num_pairs=int(np.where(pairs_T > folds.columns, 1, pairs_T).sum()),
         num_cores=cores,
-        ranks=config.out.ranks,
+        dims=config.out,
     )
+    output = output + cost_folds(pairs_T, H, folds, cores)
     beside = num_tokens * _WORD_BYTES * (1 + int(config.out.has_gate))
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
@@ -94,13 +98,17 @@ def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     top_k, cores = choices_of(config).top_k, config.experts.num_cores
     num_tokens, visits = config.experts.num_tokens, config.visits
     is_kept = config.returns_routing or config.router is None
-    kept = 0 if is_kept else num_tokens * top_k * _WORD_BYTES
-    # What broken tokens add, and the slots of pairs.
-    written = num_tokens * (1 + int(config.out.has_gate) + top_k) * _WORD_BYTES - kept
+    kept, columns = 0 if is_kept else top_k, folds_of(config).columns
+    if has_table(config):
+        columns *= 2  # rows and weights, and no affinities unless they are returned
+        kept += 0 if config.returns_routing else top_k
+    # What broken tokens add, and the rows of pairs.
+    written = num_tokens * (1 + int(config.out.has_gate) + columns - kept) * _WORD_BYTES
     scales = config.experts.scaling == "pre"
     if scales:  # of slots, and ones
         num_slots = config.dims.num_blocks * config.dims.block_size
-        written += (num_slots + num_tokens * top_k) * _WORD_BYTES
+        ones = 0 if has_table(config) else num_tokens * top_k
+        written += (num_slots + ones) * _WORD_BYTES
     read, width, columns = 0, places_width(config, cores), 0
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)

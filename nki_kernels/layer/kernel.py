@@ -66,6 +66,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.combine.folds import Folds, add_folds, make_folds
 from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
@@ -106,13 +107,17 @@ from nki_kernels.index.visits import KnownVisits, ListedTokens
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
     choices_of,
+    folds_of,
     has_norm,
     has_router,
+    has_table,
     loads_ahead,
     num_shared_slots,
     places_width,
     router_of,
+    slot_rows,
 )
+from nki_kernels.layer.front_pairs import bring_front, store_table
 from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
@@ -140,9 +145,10 @@ class LayerIndex(nl.NKIObject):
     """What experts and sum need of the routing, in HBM."""
 
     visits: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
-    slot_of_pair_TK: nl.NkiTensor  # int32, -1 for no expert here
+    rows_TC: nl.NkiTensor  # int32, slots that the sum reads, -1 for none
+    weights_TC: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
+    folds: Folds
     affinities_TK: nl.NkiTensor  # float32, 0 of broken tokens
-    weights_TK: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
     slot_scale: nl.NkiTensor  # [N * B] float32, where inputs are scaled
     spoils_T1: nl.NkiTensor  # float32, 0, or NaN of broken tokens
     gates_T1: nl.NkiTensor  # float32, NaN of broken tokens, where shared experts have a gate
@@ -216,7 +222,7 @@ def prefill_layer(
         gate_up_scale,
         down_scale,
         listed.slot_scale,
-        make_output(config.experts),
+        make_output(config.experts, slot_rows(config)),
     )
     weights = _index_tokens(chosen_by, listed, x, config)
     b = make_buffers(config.experts, weights)
@@ -239,10 +245,13 @@ def prefill_layer(
         )
         nisa.core_barrier(shared, _BOTH)
         shared_SH = shared.reshape((shared.shape[1], shared.shape[2]))
+    folds = folds_of(config)
+    if folds.tiles:
+        add_folds(slots_PSH.reshape(slots_PSH.shape[1:]), listed.folds, config.out, folds)
     output = combine(
         slots_PSH,
-        listed.slot_of_pair_TK,
-        listed.weights_TK,
+        listed.rows_TC,
+        listed.weights_TC,
         config.out,
         listed.spoils_T1,
         residual,
@@ -310,6 +319,15 @@ def _index_tokens(
     # The Vector engine waits for a long gather.
     affinities_sb = _weigh(local, index, config, tokens)
     passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
+    front = None
+    if has_table(config):
+        weight_sb = affinities_sb
+        if config.experts.scaling == "pre":
+            weight_sb = nl.ndarray(affinities_sb.shape, nl.float32, buffer=nl.sbuf)
+            nisa.memset(dst=weight_sb, value=1.0)
+        front = bring_front(
+            local.index_sb, weight_sb, tokens, index.folds, folds_of(config), dims.num_experts
+        )
     look_up_rest(meanwhile)
     slot_sb = slots_of(numbered, ends[0], ends[1])
     if config.experts.scaling == "pre":
@@ -327,7 +345,12 @@ def _index_tokens(
         load_experts(config.experts, weights, _lists_of(index, config))
     found = look_up_tokens(told, wanted)
     _fill_ids(id_table, found, lists, known, identity_sb, passes_sb, config)
-    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
+    if has_table(config):
+        store_table(
+            index.rows_TC, index.weights_TC, index.folds, slot_sb, front, tokens, folds_of(config)
+        )
+    else:
+        store_slots(index.rows_TC, slot_sb, tokens)
     if not is_early:
         weights = make_weight_buffers(config.experts)
     weights.id_tables.append(id_table)
@@ -507,7 +530,8 @@ def _next_places(lists: TokenLists, known: KnownVisits, config: PrefillLayerConf
 
 def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> LayerIndex:
     """Allocate what does not depend on the lists of visits."""
-    slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
+    folds = folds_of(config)
+    rows_TC = nl.ndarray((num_tokens, folds.columns), nl.int32, buffer=nl.shared_hbm)
     affinities_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
     spoils_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
     gates_T1 = spoils_T1
@@ -515,9 +539,10 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
         gates_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
     index_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     listed = (index_TK, index_TK, index_TK)  # until they are
-    weights_TK, slot_scale = affinities_TK, affinities_TK
+    weights_TC, slot_scale = affinities_TK, affinities_TK
+    if config.experts.scaling == "pre" or has_table(config):
+        weights_TC = nl.ndarray((num_tokens, folds.columns), nl.float32, buffer=nl.shared_hbm)
     if config.experts.scaling == "pre":
-        weights_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
         num_slots = config.dims.num_blocks * config.dims.block_size
         slot_scale = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
     shared_tokens = index_TK
@@ -525,9 +550,10 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
         shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
         listed,
-        slot_of_pair_TK,
+        rows_TC,
+        weights_TC,
+        make_folds(folds, nl.num_programs(0)),
         affinities_TK,
-        weights_TK,
         slot_scale,
         spoils_T1,
         gates_T1,
@@ -633,11 +659,12 @@ def _weigh(
         src=routed.affinities_sb.reshape(kept_sb.shape),
         predicate=local.is_whole_sb.expand_dim(2).broadcast(2, top_k),
     )
-    store_per_token(index.affinities_TK, flat_sb, tokens)
-    if config.experts.scaling == "pre":
+    if config.returns_routing or not has_table(config):
+        store_per_token(index.affinities_TK, flat_sb, tokens)
+    if config.experts.scaling == "pre" and not has_table(config):
         ones_sb = nl.ndarray(flat_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=ones_sb, value=1.0)
-        store_per_token(index.weights_TK, ones_sb, tokens)
+        store_per_token(index.weights_TC, ones_sb, tokens)
     return flat_sb
 
 

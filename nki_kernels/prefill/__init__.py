@@ -34,7 +34,7 @@ from nki_kernels.prefill.kernel import blockwise_moe
 from nki_kernels.prefill.operands import check_blockwise_moe, matrix_shapes
 from nki_kernels.prefill.options import best_parts, make_config, visits_of
 from nki_kernels.prefill.reference import blockwise_moe_ref
-from nki_kernels.prefill.roofline import estimate_us
+from nki_kernels.prefill.roofline import best_sum, estimate_us
 
 __all__ = [
     "BLOCK_SIZES",
@@ -48,6 +48,7 @@ __all__ = [
     "Search",
     "best_candidate",
     "best_parts",
+    "best_sum",
     "blockwise_moe",
     "blockwise_moe_ref",
     "check_blockwise_moe",

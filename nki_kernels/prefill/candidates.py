@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.slot_sums import spread_of
 from nki_kernels.prefill.config import (
     ExpertSizes,
     PlanRequest,
@@ -41,6 +42,8 @@ class Expected:
         share: of the choices that fall on this rank's experts, on average.
         routing: how likely each expert is to be chosen, E numbers; or unknown.
         num_cores, scaling, stores: as in `PrefillWork`.
+        chance: that a choice of any token falls here; smaller than the share where an all-to-all
+            left out tokens without a choice here. 0: the share.
     """
 
     num_tokens: int
@@ -50,6 +53,13 @@ class Expected:
     scaling: str = "none"
     stores: str = "rows"
     share: float = 1.0
+    chance: float = 0.0
+
+    @property
+    def spread(self) -> tuple[float, ...]:
+        """Tokens with 0, 1, ... K pairs here."""
+        chance = self.chance or self.share
+        return spread_of(self.num_pairs, self.top_k, chance, self.num_tokens)
 
     @property
     def num_pairs(self) -> int:
@@ -141,7 +151,7 @@ def rank_candidates(
         for shard_plan in search.shard_plans:
             asked = replace(request, shard_plan=shard_plan, largest_visit=search.largest_visit)
             try:
-                found += _candidates(formula, sizes, work, asked, routings, expected.top_k)
+                found += _candidates(formula, sizes, work, asked, routings, expected.spread)
             except ValueError:
                 if shard_plan == search.shard_plans[0]:
                     raise
@@ -154,7 +164,7 @@ def _candidates(
     work: PrefillWork,
     asked: PlanRequest,
     routings: Sequence[NDArray[np.int64]],
-    top_k: int,
+    spread: Sequence[float],
 ) -> list[Candidate]:
     """Return the best loops of a block size and a shard plan."""
     found = []
@@ -167,7 +177,7 @@ def _candidates(
         for config in loops_that_fit(draft, request, routings[0])[:_LOOPS]:
             fit = fit_of(config.loop)
             fixed = replace(request, largest_visit=fit.visit, fit=fit)
-            times_us = tuple(estimate_us(config, tokens_E, top_k) for tokens_E in routings)
+            times_us = tuple(estimate_us(config, tokens_E, spread) for tokens_E in routings)
             found.append(Candidate(request=fixed, block_size=work.block_size, times_us=times_us))
     if not found:
         best_loop(draft, asked, routings[0])  # raises, as nothing fits

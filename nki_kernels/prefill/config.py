@@ -12,7 +12,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.formula import ExpertFormula, num_projections
+from nki_kernels.common.formula import ExpertFormula, early_offset, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.visits import VisitDims, max_steps, max_visits, tiles_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
@@ -20,6 +20,7 @@ from nki_kernels.common.weight_formats import ITEM_BYTES
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
 _FIRST_ENTRIES = 256  # of the lists of visits: two gathers
+_ROWS_BEHIND = 1 << 12
 MOST_PAIRS = 8  # of visits of a trip
 MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
 
@@ -361,7 +362,7 @@ def bias_is_inside(config: PrefillConfig) -> bool:
 
 def adds_offset(config: PrefillConfig) -> bool:
     """Whether the bias of the up projection also carries the offset."""
-    return config.formula.has_gate_up_bias and config.formula.up_offset != 0.0
+    return config.formula.has_gate_up_bias and early_offset(config.formula) != 0.0
 
 
 def share_of(config: PrefillConfig, core: int) -> Share:
@@ -404,8 +405,11 @@ def stored_rows(config: PrefillConfig) -> int:
 
 
 def no_piece(config: PrefillConfig) -> int:
-    """Return the number that stands for no piece: past all, a power of two, which bfloat16 has."""
+    """Return the number that stands for no piece: past all, and past the rows that a sum behind the
+    experts may put there, which are about as many as tokens; a power of two, which bfloat16 has.
+    """
     rows = num_partials(config) * output_tiles(config) * config.tile_rows
+    rows += config.num_tokens + _ROWS_BEHIND
     pieces, none = rows // stored_rows(config), 1
     for _doubled in range(24):
         none = none * 2 if none < pieces else none

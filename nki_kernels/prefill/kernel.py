@@ -151,9 +151,9 @@ def blockwise_moe(
     return compute_visits(config, make_buffers(config, weights), weights, x, lists)
 
 
-def make_output(config: PrefillConfig) -> nl.NkiTensor:
-    """Allocate the output [P, rows, H] in HBM."""
-    num_rows = output_tiles(config) * config.tile_rows
+def make_output(config: PrefillConfig, num_rows: int = 0) -> nl.NkiTensor:
+    """Allocate the output [P, rows, H] in HBM, with as many rows as slots, or more."""
+    num_rows = max(num_rows, output_tiles(config) * config.tile_rows)
     shape = (num_partials(config), num_rows, config.H)
     return nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
 
@@ -239,21 +239,28 @@ def _loop_over(
 def _start_trip(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
 ) -> None:
-    """Do what visit 0 of a trip expects to be done: its weights and rows, first rows of visit 1."""
+    """Do what visit 0 of a trip expects to be done: its rows and weights, then those of visit 1."""
     loop = config.loop
     gather_rows(config, b, x, share, 0, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
-    else:
-        for step in range(loop.weight_buffers):
+    own_steps = min(loop.in_parts * loop.h_parts, loop.weight_buffers)
+    own_parts = min(loop.out_parts, loop.weight_buffers)
+    if not config.shard.splits_h:
+        for step in range(own_steps):
             _load_step(config, b, x, share, 0, step)
+    for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
+        gather_rows(config, b, x, share, 0, j)
+    if not config.shard.splits_h:
+        for part in range(own_parts):
+            _load_part(config, b, x, share, 0, part)
     if loop.first_buffers == 2:
         gather_rows(config, b, x, share, 1, 0)
     if not config.shard.splits_h:
-        for part in range(loop.weight_buffers):
+        for step in range(own_steps, loop.weight_buffers):
+            _load_step(config, b, x, share, 0, step)
+        for part in range(own_parts, loop.weight_buffers):
             _load_part(config, b, x, share, 0, part)
-    for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
-        gather_rows(config, b, x, share, 0, j)
     turn_rows(config, b, 0, 0, config.tile_rows)
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)

@@ -8,6 +8,7 @@ nothing else: times of a kernel come from its trace.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, chip_in_force, core
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
-from nki_kernels.common.slot_sums import sum_ns
+from nki_kernels.common.slot_sums import best_sum_ns
 from nki_kernels.common.visits import loops_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     PrefillConfig,
     core_width,
     inner_banks,
+    is_alone,
     is_mx,
     largest_visit_of,
     loads_in_parts,
@@ -46,19 +48,26 @@ _OUTER_BUFFERS = 3  # with fewer, an output tile waits for a store
 _ROWS_SHARE = 0.05  # of loads, behind which first rows stand that have one buffer
 _WHOLE_SHARE = 0.02  # of the loads of whole experts, behind which rows stand
 _LOOP_NS = 1_000.0  # to find out that a loop has no trip
+# Between two trips that load for themselves: rows, and the part of the weights that comes first.
+_EDGE_NS, _EDGE_LOADS = 3_000.0, 1.4
 
 
-def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64], top_k: int) -> float:
+def estimate_us(
+    config: PrefillConfig, tokens_E: NDArray[np.int64], spread: Sequence[float]
+) -> float:
     """Return the estimated time of experts and combine, both cores, in microseconds.
 
     Args:
         config: what the kernel is compiled for.
         tokens_E: [E] tokens of each expert.
-        top_k: K, choices of a token, whatever rank its experts are on.
+        spread: tokens with 0, 1, ... K pairs here.
     """
-    partials, pairs = num_partials(config), int(tokens_E.sum())
-    shared_ns = sum_ns(config.num_tokens, top_k, config.H, partials, pairs, config.num_cores)
-    return (experts_ns(config, tokens_E) + shared_ns) / 1e3
+    return (experts_ns(config, tokens_E) + best_sum(config, spread)[1]) / 1e3
+
+
+def best_sum(config: PrefillConfig, spread: Sequence[float]) -> tuple[int, float]:
+    """Return columns and time of `best_sum_ns` behind experts of a configuration."""
+    return best_sum_ns(spread, config.E, config.H, num_partials(config), config.num_cores)
 
 
 def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
@@ -77,7 +86,28 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     sizes = sorted(_sizes(config, tokens_E, tiles_E), reverse=True)
     steps = Counter(sizes[::lanes])
     total = sum(count * visit_ns(config, size, rows) for size, count in steps.items())
+    if is_alone(config.loop):
+        total += _num_trips(steps, config.loop.pairs) * edge_ns(config)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
+
+
+def edge_ns(config: PrefillConfig) -> float:
+    """Return an estimate of the time between two trips that load for themselves, in ns."""
+    loop, chip = config.loop, core(config.chip)
+    first_load = weights_ns(config)[0] / (loop.in_parts * loop.h_parts)
+    return _EDGE_NS * chip.transfers + _EDGE_LOADS * first_load
+
+
+def _num_trips(steps: Counter[float], pairs: int) -> int:
+    """Return the trips through visits of so many row tiles each; see `list_visits`."""
+    singles, large = steps[1.0], sorted((size for size in steps if size > 1), reverse=True)
+    beside = min(singles, sum(steps[size] for size in large))
+    loops = [-(-(singles - beside) // 2)]
+    for size in large:
+        mixed = min(beside, steps[size])
+        beside -= mixed
+        loops += [mixed, -(-(steps[size] - mixed) // 2)]
+    return sum(count // pairs + (count % pairs).bit_count() for count in loops)
 
 
 def _sizes(

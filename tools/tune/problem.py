@@ -89,7 +89,11 @@ class Problem:
         """Return the plan of the experts for whoever loads the point from a file."""
         parts = experts_alone(self.parts[-1])
         tuning = replace(parts.tuning, tuned=TunedPlans(prefill=(self.tuned(point),)))
-        return plan_of(replace(parts, tuning=tuning), Step("prefill", self.tokens))
+        return plan_of(replace(parts, tuning=tuning), self._step)
+
+    @property
+    def _step(self) -> Step:
+        return Step("prefill", self.tokens)
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
@@ -111,17 +115,18 @@ class Problem:
         )
         sizes = prefill.expert_sizes(parts.weights)
         config = make_config(kernel_formula(parts.weights), sizes, work, request)
-        top_k = parts.spec.top_k
-        return Point(block_size, request, config, estimate_us(config, self.tokens_E, top_k))
+        pairs_T = (self.index_TK >= 0).sum(1)
+        spread = np.bincount(pairs_T, minlength=parts.spec.top_k + 1).tolist()
+        return Point(block_size, request, config, estimate_us(config, self.tokens_E, spread))
 
     def untuned(self) -> Point:
         """Return what the backend takes by itself, with the weights laid out alike."""
-        best = prefill.rank(self.parts[-1], self.tokens)[0]
+        best = prefill.rank(self.parts[-1], self._step)[0]
         return self.point(best.block_size, best.request)
 
     def default(self) -> Point:
         """Return what runs with NxD's default block size and plain weights."""
-        best = prefill.rank(self.parts[0], self.tokens, DEFAULT_BLOCK_SIZE)[0]
+        best = prefill.rank(self.parts[0], self._step, DEFAULT_BLOCK_SIZE)[0]
         return self.point(DEFAULT_BLOCK_SIZE, best.request)
 
     def points(self, block_sizes: Sequence[int]) -> list[Point]:

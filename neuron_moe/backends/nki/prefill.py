@@ -27,7 +27,7 @@ from neuron_moe.backends.nki.operands import (
 from neuron_moe.backends.nki.routed_plan import RoutedPlan
 from neuron_moe.blocks import NO_EXPERT, num_blocks
 from neuron_moe.device import can_look
-from neuron_moe.plan import LayerParts
+from neuron_moe.plan import LayerParts, Step
 from neuron_moe.tuned import TunedPrefill
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
@@ -53,6 +53,7 @@ from nki_kernels.prefill import (
     PrefillWork,
     Search,
     best_parts,
+    best_sum,
     blockwise_moe,
     largest_visit_of,
     make_config,
@@ -109,18 +110,19 @@ class PrefillPlan(RoutedPlan):
         """What prefill_layer is compiled for, with choices that are given; None where each stage of
         the experts is a launch of its own.
         """
-        parts, step = self.parts, self.step
+        parts = self.parts
         if parts.fuses_decode is False:
             return None
         try:
             made = self._compiled
         except ValueError:  # told by whoever prepares the plan
             return None
-        # All-to-all sends rows that chose an expert of this rank, each of which gets more of them.
-        chosen_among = -(-parts.num_experts * (step.rows or step.tokens) // step.tokens)
-        given = GivenChoices(parts.spec.top_k, max(parts.weights.num_experts, chosen_among))
+        given = GivenChoices(parts.spec.top_k, _chosen_among(parts, self.step))
         out = replace(made.out, has_spoils=True)
-        config = PrefillLayerConfig(None, made.dims, made.visits, made.config, out, given=given)
+        columns = columns_of(parts, self.step, made.config)
+        config = PrefillLayerConfig(
+            None, made.dims, made.visits, made.config, out, given=given, columns=columns
+        )
         try:
             check_prefill_layer(config)
         except ValueError:
@@ -290,8 +292,8 @@ class PrefillPlan(RoutedPlan):
         if tuned is not None:
             plan += f"; tuned for up to {tuned.tokens} tokens"
         elif parts.tuning.shard_plan == "auto":
-            plan += _estimated(rank(parts, work.tokens, work.block_size))
-            best = rank(parts, work.tokens)[0]
+            plan += _estimated(rank(parts, self.step, work.block_size))
+            best = rank(parts, self.step)[0]
             if best.block_size != work.block_size:
                 better = (
                     f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
@@ -391,8 +393,7 @@ def _request(plan: PrefillPlan) -> PlanRequest:
     asked = features.prefill_request(tuning)
     request = replace(asked, shard_plan=tuning.shard_plan)
     if tuning.shard_plan == "auto":
-        num_tokens = plan.step.rows or plan.step.tokens
-        request = rank(parts, num_tokens, plan.decision.work.block_size)[0].request
+        request = rank(parts, plan.step, plan.decision.work.block_size)[0].request
     return replace(
         request,
         loop_plan=asked.loop_plan,
@@ -417,11 +418,11 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
                 " Call pack_weights(for_prefill=True), or tune with --weights plain."
             )
         weight_parts = copy.parts
-    return PlanRequest(
+    return replace(
+        features.prefill_request(parts.tuning),
         shard_plan=tuned.shard_plan,
         loop_plan=tuned.loop_plan,
         weight_parts=weight_parts,
-        missing=features.prefill_request(parts.tuning).missing,
         largest_visit=tuned.visit,
         fit=LoopFit(
             tuned.visit,
@@ -486,26 +487,46 @@ def _slot_scale(affinities_TK: Tensor, pair_of_slot: Tensor) -> Tensor:
     return torch.where(pair >= 0, scale, 0.0)
 
 
-def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidate]:
+def _chosen_among(parts: LayerParts, step: Step) -> int:
+    """Return among how many experts a row chooses: of all ranks; fewer where an all-to-all brings
+    only rows that chose one of this rank, each of which so gets more of them.
+    """
+    rows = step.rows or step.tokens
+    return max(parts.weights.num_experts, -(-parts.num_experts * rows // step.tokens))
+
+
+def _expected(parts: LayerParts, step: Step) -> Expected:
+    """Return what comes to this rank's experts."""
+    experts = parts.weights.num_experts
+    return Expected(
+        num_tokens=step.rows or step.tokens,
+        top_k=parts.spec.top_k,
+        share=experts / _chosen_among(parts, step),
+        num_cores=parts.tuning.num_cores,
+        scaling=_scaling(parts),
+        chance=experts / parts.num_experts,
+    )
+
+
+def columns_of(parts: LayerParts, step: Step, config: PrefillConfig) -> int:
+    """Return the columns of the sum over a token's pairs in a launch of the layer."""
+    return best_sum(config, _expected(parts, step).spread)[0]
+
+
+def rank(parts: LayerParts, step: Step, *block_sizes: int) -> list[Candidate]:
     """Return the candidates of the cost model, the fastest first; their requests name the parts
     weights lie in where they read the copy for prefill.
 
     Args:
         parts: of the layer.
-        num_tokens: T.
+        step: tokens, and rows where an all-to-all brings them.
         block_sizes: those to choose from; none: those the cost model likes.
 
     Raises:
         ValueError: nothing fits.
     """
     weights = parts.weights
-    expected = Expected(
-        num_tokens=num_tokens,
-        top_k=parts.spec.top_k,
-        share=weights.num_experts / parts.num_experts,
-        num_cores=parts.tuning.num_cores,
-        scaling=_scaling(parts),
-    )
+    expected = _expected(parts, step)
     search = Search(block_sizes=block_sizes) if block_sizes else Search()
     plain = features.prefill_request(parts.tuning)
     requests = [plain]

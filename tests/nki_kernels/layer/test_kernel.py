@@ -51,6 +51,7 @@ TOP8 = RouterFormula(top_k=8, renormalize=True)
 GROUPED = RouterFormula(
     top_k=4, act_fn="sigmoid", has_selection_bias=True, n_group=4, topk_group=2, renormalize=True
 )
+GLM = RouterFormula(top_k=8, act_fn="sigmoid", has_selection_bias=True, renormalize=True)
 OPTIONS = {
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.3, seed=4),
@@ -82,6 +83,8 @@ class Case:
     parts: tuple[int, int] | None = None  # in which these lie
     tells_short: bool = False
     fit: LoopFit | None = None
+    columns: int = 0  # of the last sum
+    missing: str = "skip"
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
@@ -91,7 +94,7 @@ class Case:
             ExpertFormula(),
             ExpertSizes(self.H, self.I, self.E),
             work,
-            PlanRequest(tells_short=self.tells_short, fit=self.fit),
+            PlanRequest(tells_short=self.tells_short, fit=self.fit, missing=self.missing),
         )
         router = RouterConfig(
             self.router,
@@ -114,6 +117,7 @@ class Case:
         out = CombineDims(
             nl.float32,
             True,
+            self.missing,
             has_spoils=True,
             has_residual=self.has_residual,
             has_shared=shared is not None,
@@ -121,7 +125,14 @@ class Case:
         )
         dims = BlockDims(self.E, self.B, blocks)
         return PrefillLayerConfig(
-            router, dims, visit_dims(experts), experts, out, self.returns_routing, shared
+            router,
+            dims,
+            visit_dims(experts),
+            experts,
+            out,
+            self.returns_routing,
+            shared,
+            columns=self.columns,
         )
 
 
@@ -134,9 +145,23 @@ CASES = {
     "one-core": Case(num_cores=1, T=150, has_residual=True),
     "rank-of-four": Case(N=16, E=4, first=8, T=90),
     "few-here": Case(router=TOP8, N=16, E=2, first=4, T=1600, H=128, broken=(0, 1599)),
+    "front": Case(router=TOP8, N=16, E=2, first=4, T=300, H=128, broken=(0, 299), columns=2),
+    "folds": Case(router=TOP8, N=16, E=4, T=300, H=128, columns=1),
+    "folds-behind-pieces": Case(
+        router=TOP8, N=16, E=4, T=300, H=128, broken=(7,), columns=1, B=128
+    ),
+    "folds-spare": Case(router=TOP8, N=16, E=8, T=190, H=128, columns=2, missing="spare"),
+    "folds-residual": Case(
+        router=TOP8, N=8, T=130, H=128, columns=3, has_residual=True, shared=32, broken=(3,)
+    ),
+    "folds-one-core": Case(router=TOP8, N=12, T=140, H=128, columns=1, num_cores=1),
+    "folds-of-one-token": Case(router=TOP8, T=1, columns=1, returns_routing=False),
+    "folds-scaled-inputs": Case(T=40, columns=1, scaling="pre"),
     # A core has one token more than the lists have places for an expert, the other core none.
     "room-of-one-core": Case(router=TOP2, N=256, E=64, first=128, T=129),
     "more-experts-than-partitions": Case(N=130, E=130, B=64, T=2),
+    "16-of-896": Case(router=replace(GLM, top_k=16), N=896, E=896, H=64, I=16, T=9),
+    "22-of-512": Case(router=replace(GLM, top_k=22), N=512, E=512, H=64, I=16, T=9),
     "groups": Case(router=GROUPED, N=16, E=16, T=33),
     "one-choice": Case(router=RouterFormula(top_k=1, act_fn="sigmoid"), T=130),
     "scaled-inputs": Case(
@@ -443,6 +468,9 @@ def test_padding_chooses_no_routed_expert_and_changes_no_other(name: str) -> Non
         "one-core",
         "rank-of-four",
         "few-here",
+        "front",
+        "folds",
+        "folds-one-core",
         "no-norm",
         "one-choice",
         "shared",
