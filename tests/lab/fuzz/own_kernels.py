@@ -349,9 +349,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "sums-begin-anew": Fault(
         "index",
-        MAPPING,
-        "stationary=ones_sb, moving=moving, accumulate=tile > 0",
-        "stationary=ones_sb, moving=moving, accumulate=False",
+        INVERSE,
+        "marked[term], moving, accumulate or term > 0)",
+        "marked[term], moving, False)",
         ADDS,
         "nisa.nc_matmul",
     ),
