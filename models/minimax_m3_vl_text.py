@@ -31,8 +31,7 @@ from neuron_moe.models.weight_rules import (
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import ExpertFormula, RouterFormula, RouterSpec
-from nki_kernels.common.formula import limits
+from neuron_moe.spec import ExpertFormula, RouterFormula, RouterSpec, limits
 
 ALIASES = ("minimax_m3_vl",)
 ROPE_THETA = 5000000.0
