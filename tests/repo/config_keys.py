@@ -286,7 +286,7 @@ _TUNED = {
             "block_size": 64,
             "shard_plan": "balanced",
             "loop_plan": "sorted",
-            "visit": 2,
+            "work_tile": 2,
             "loaded_parts": [1, 1],
             "weight_buffers": 2,
             "weights": "plain",
