@@ -96,6 +96,10 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "hunyuan_v1_moe": ("no-head-dim",),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
+    "mistral4": (
+        *("one-expert", "one-kv-head", "few-words", "theta", "linear", "dynamic", "llama3"),
+        *("yarn", "yarn-of-the-context", "yarn-mscales"),
+    ),
 }
 
 

@@ -152,7 +152,7 @@ def added(moe: Any, calls: list[Call], outputs: list[Tensor]) -> Tensor:
     """Return what outputs add to the stream of real tokens, where no signal is a part of it."""
     first = moe.router.num_experts // moe.router.top_k
     parts = [
-        (output.float() - call.hidden.float() * moe.options.adds_input).flatten(0, 1)[
+        (output.float() - call.hidden.float() * (moe.rmsnorm is not None)).flatten(0, 1)[
             _real(call), first:
         ]
         for call, output in zip(calls, outputs, strict=True)
