@@ -323,6 +323,23 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_5-gate": ("qwen3_5_moe", {"attn_output_gate": False}, "attn_output_gate=False: must be"),
     "qwen3_5-state": ("qwen3_5_moe", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'"),
     "qwen3_5-top-k": ("qwen3_5_moe", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
+    "glm4_lite-part": (
+        "glm4_moe_lite",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5: must be 1: qk_rope_head_dim says",
+    ),
+    "hunyuan-layers": ("hunyuan_v1_moe", {"moe_topk": [3, 3, 2]}, "must be the same in every lay"),
+    "hunyuan-groups": ("hunyuan_v1_moe", {"group_limited_greedy": True}, "group_limited_greedy=Tr"),
+    "granite-dense": ("granitemoehybrid", {"num_local_experts": 0}, "num_local_experts=0: must be"),
+    "granite-places": (
+        "granitemoehybrid",
+        {"position_embedding_type": "alibi"},
+        "position_embedding_type='alibi': must be 'rope', 'nope' or null",
+    ),
+    "granite-shared": ("granitemoe", {"shared_intermediate_size": 8}, "unknown key shared_interm"),
+    "flex-limit": ("flex_olmo", {"clip_qkv": 1.0}, "unknown key clip_qkv=1.0"),
+    "afmoe-scores": ("afmoe", {"score_func": "softmax"}, "score_func='softmax': must be 'sigmoid'"),
+    "mistral4-scores": ("mistral4", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': must be"),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
