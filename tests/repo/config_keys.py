@@ -396,7 +396,6 @@ PROBES: list[Probe] = [
     Probe("SharedExperts", "sequence_parallel_enabled", True, place="tp"),
     Probe("SharedExperts", "transpose_weights", True),
     Probe("SharedExperts", "is_gated", True),
-    Probe("SharedExperts", "formula", ExpertFormula("tanh")),
     Probe("SharedExperts", "device", "meta"),
     Probe("ExpertMLPsV2", "routed_experts_mlp_config", None),
     Probe("ExpertMLPsV2", "blockwise_matmul_config", object()),
@@ -433,6 +432,5 @@ PROBES: list[Probe] = [
     Probe("MoE", "tensor_model_parallel_group", WORLD, place="ranks"),
     Probe("MoE", "init_tkg_module", True),
     Probe("MoE", "tkg_config", MoEFusedTKGConfig(False, moe_fused_kernel_enabled=False)),
-    Probe("MoE", "latent", Latent(LatentSpec(hidden_size=H, latent_size=H), dtype=torch.bfloat16)),
     Probe("MoE", "reduce_dtype", torch.bfloat16, _FLOAT32, "tp"),
 ]
