@@ -73,8 +73,8 @@ class LongcatFlashConfig(DecoderConfig):
         )
 
     @property
-    def turned_size(self) -> int:
-        """How much of each head is turned."""
+    def rotated_size(self) -> int:
+        """How much of each head is rotated."""
         return self.qk_rope_head_dim
 
     @property

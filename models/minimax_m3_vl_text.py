@@ -31,8 +31,7 @@ from neuron_moe.models.weight_rules import (
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import ExpertFormula, RouterFormula, RouterSpec
-from nki_kernels.common.formula import limits
+from neuron_moe.spec import ExpertFormula, RouterFormula, RouterSpec, limits
 
 ALIASES = ("minimax_m3_vl",)
 ROPE_THETA = 5000000.0
@@ -131,8 +130,8 @@ class MiniMaxM3Config(DecoderConfig):
             for (old, key), default in zip(INDEX_KEYS.items(), (16, 128), strict=True)
         )
         longest = reader.get("max_position_embeddings", int)
-        # transformers turns whole heads unless partial_rotary_factor says not; vLLM rotary_dim.
-        turned = reader.get("rotary_dim", int, head_dim)
+        # transformers rotates whole heads unless partial_rotary_factor says not; vLLM rotary_dim.
+        rotated = reader.get("rotary_dim", int, head_dim)
         has_rope = bool(reader.get_section("rope_parameters"))
         freq = reader.get_ints("moe_layer_freq")
         sparse = tuple(layer for layer, flag in enumerate(freq) if flag)
@@ -142,7 +141,7 @@ class MiniMaxM3Config(DecoderConfig):
             rope=RopeConfig.from_hf(
                 reader,
                 default_theta=ROPE_THETA,
-                default_part=1.0 if has_rope else turned / max(head_dim, 1),
+                default_part=1.0 if has_rope else rotated / max(head_dim, 1),
             ),
             max_position_embeddings=min(longest, blocks * size) if indexed else longest,
             sparse_layers=sparse or read_sparse_layers(reader, 0),

@@ -97,7 +97,7 @@ class NemotronHConfig(DecoderConfig):
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int, 128),
-            rope=RopeConfig(theta=10000.0),  # which nothing turns by
+            rope=RopeConfig(theta=10000.0),  # by which nothing rotates
             layer_types=tuple(kinds),
             mamba=Mamba2Sizes(
                 hidden_size=size,
@@ -129,7 +129,7 @@ class Nothing(nn.Module):
     cache_shape: CacheShape = ()
 
 
-class UnturnedAttention(GroupedAttention):
+class UnrotatedAttention(GroupedAttention):
     """Grouped-query attention whose queries and keys know nothing of their places."""
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class Model(DecoderModel):
             has_bias = config.use_conv_bias
             mixer: nn.Module = Mamba2(config.mamba, eps, least, dtype, has_conv_bias=has_bias)
         elif kind == "full_attention":
-            mixer = UnturnedAttention(config, dtype)
+            mixer = UnrotatedAttention(config, dtype)
         elif kind == "mlp":
             mixer = GatedMLP(config.hidden_size, config.intermediate_size, dtype, formula=RELU2)
         else:

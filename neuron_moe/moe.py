@@ -170,6 +170,7 @@ class MoE(PlannedModule):
                 f"table_size={router.spec.table_size}: a table of token ids chooses, which are not"
                 " shuffled with the tokens. Use token_shuffle_group_size=1."
             )
+        expert_mlps.backend.check(expert_mlps.spec, router.spec)
         self.router = router
         self.expert_mlps = expert_mlps
         self.shared_experts = shared_experts

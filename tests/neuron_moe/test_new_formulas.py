@@ -364,3 +364,34 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
         is_there = layer.spec.get("table_size"), layer.spec.get("num_identity"), layer.latent
         parts = ("a table of token ids", "identity experts", "latents")
         assert (part in told) == bool(is_there[parts.index(part)])
+
+
+@pytest.mark.parametrize(
+    ("formula", "top_k", "message"),
+    [
+        (ExpertFormula("leaky_relu"), 2, "hidden_act='leaky_relu'"),
+        (ExpertFormula(), 33, "top_k=33: must be 1 to 32"),
+    ],
+)
+def test_what_no_kernel_computes_is_refused_when_the_layer_is_built(
+    formula: ExpertFormula, top_k: int, message: str
+) -> None:
+    sizes = {"num_experts": 40, "top_k": top_k, "hidden_size": H, "intermediate_size": I}
+    config = RoutedExpertsMLPOpsConfig(**sizes, hidden_act="silu", glu_mlp=True, formula=formula)
+    router = Router(RouterSpec(num_experts=40, hidden_size=H, formula=RouterFormula(top_k=top_k)))
+    MoE(router, ExpertMLPsV2(config))
+    with pytest.raises(ValueError, match=message):
+        MoE(router, ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki"))
+
+
+def test_terms_that_contradict_each_other_are_refused_by_name() -> None:
+    formula = RouterFormula(top_k=2, has_selection_bias=True)
+    with pytest.raises(ValueError, match="table_size=9: a table chooses"):
+        RouterSpec(num_experts=8, hidden_size=H, formula=formula, table_size=9)
+    with pytest.raises(ValueError, match="num_identity=-1: must be a whole number"):
+        RouterSpec(num_experts=8, hidden_size=H, formula=formula, num_identity=-1)
+    with pytest.raises(ValueError, match="gate_softcap=4: caps a gate"):
+        SharedExperts(H, I, 1, "silu", formula=ExpertFormula(gate_softcap=4.0))
+    spec = RouterSpec(num_experts=8, hidden_size=H, formula=RouterFormula(2), table_size=9)
+    with pytest.raises(ValueError, match="token_ids: a table of 9 token ids"):
+        Router(spec)(torch.zeros(3, H))

@@ -19,6 +19,7 @@ from neuron_moe.moe import MoE
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import ExpertSpec, RouterSpec
 from neuron_moe.weights.expert_weights import LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import ProductForms
@@ -68,6 +69,9 @@ class _CountingBackend:
 
     def __init__(self, real: Backend) -> None:
         self.real = real
+
+    def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
+        self.real.check(experts, router)
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Plan a step as the real backend does, several launches in any case."""

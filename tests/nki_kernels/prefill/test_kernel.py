@@ -133,7 +133,7 @@ CASES = {
             }
         },
         "T600-H128-I96-E2-K2-sorted-skip-pre": {
-            "options": {"skip_weights": True, "scaling": "pre", "largest_visit": 2}
+            "options": {"skip_weights": True, "scaling": "pre", "largest_work_tile": 2}
         },
         "T140-H128-I96-E4-K2-B64-intermediate": {
             "has_bias": True,
@@ -192,7 +192,7 @@ def check(problem: Prefill, options: SimOptions | None = None) -> None:
     allowed = np.abs(problem.torch_slots() - expected)
     assert error.max() <= WORST_FACTOR * allowed.max()
     assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
-    cost = cost_blockwise_moe(config, problem.visits(config), problem.slots)
+    cost = cost_blockwise_moe(config, problem.work_tiles(config), problem.slots)
     assert cost == measured_cost(run.trace)
     assert run.sbuf_peak_bytes <= sbuf_bytes(config)
 
@@ -233,7 +233,7 @@ def test_unwritten_memory_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("scaling", ["none", "pre", "post"])
-def test_entries_of_later_visits_come_after_the_first(
+def test_entries_of_later_work_tiles_come_after_the_first(
     scaling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nki_kernels.prefill.config._FIRST_ENTRIES", 8)
@@ -241,120 +241,83 @@ def test_entries_of_later_visits_come_after_the_first(
 
 
 PARTS = {
-    "one-buffer": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1}),
-    "one-buffer-bias": Prefill(
-        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"weight_buffers": 1}
-    ),
-    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1, "in_parts": 2}),
-    "4-parts-bias": Prefill(
-        150,
-        128,
-        256,
-        3,
-        2,
-        64,
-        has_bias=True,
-        options=GPT_OSS,
-        loop={"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
-    ),
-    "3-parts-e4m3-post": Prefill(
-        150,
-        128,
-        384,
-        3,
-        2,
-        64,
-        loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
-    "by-4-parts-bias": Prefill(
-        150, 128, 512, 3, 2, 64, has_bias=True, options={**GPT_OSS, "weight_parts": (4, 1)}
-    ),
-    "by-2-and-2-parts-of-halves": Prefill(
-        150, 512, 512, 3, 2, 64, options={"weight_parts": (4, 2), "shard_plan": "intermediate"}
-    ),
-    "by-4-parts-e4m3-no-gate": Prefill(
-        150,
-        512,
-        256,
-        3,
-        2,
-        64,
-        options={
-            "weight_parts": (4, 2),
-            "has_gate": False,
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
+    name: sized(name, **more)
+    for name, more in {
+        "T150-H128-I256-E3-K2-B64-one-buffer": {"loop": {"weight_buffers": 1}},
+        "T150-H192-I60-E3-K2-B64-one-buffer-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"weight_buffers": 1},
         },
-    ),
-    "2-parts-few-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}),
-    "2-parts-of-a-half": Prefill(
-        150,
-        128,
-        512,
-        3,
-        2,
-        64,
-        loop={"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
-        options={"shard_plan": "intermediate"},
-    ),
-    "2-parts-of-h": Prefill(300, 512, 256, 3, 2, 64, loop={"h_parts": 2}),
-    "4-parts-of-h-no-gate-bias": Prefill(
-        300, 512, 192, 3, 2, 64, has_bias=True, options={"has_gate": False}, loop={"h_parts": 4}
-    ),
-    "2-parts-of-h-in-3-e4m3": Prefill(
-        150,
-        512,
-        384,
-        3,
-        2,
-        64,
-        loop={"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
-    "2-parts-of-h-in-2-bias": Prefill(
-        300,
-        256,
-        256,
-        3,
-        2,
-        64,
-        has_bias=True,
-        options=GPT_OSS,
-        loop={"in_parts": 2, "h_parts": 2},
-    ),
-    "4-parts-of-h-of-a-half-by-parts": Prefill(
-        150,
-        512,
-        512,
-        3,
-        2,
-        64,
-        loop={"h_parts": 4},
-        options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
-    ),
-    "rows-by-themselves": Prefill(600, 128, 256, 3, 2, 64, loop={"piece_rows": 1}),
-    "rows-by-themselves-of-a-half": Prefill(
-        150, 128, 512, 3, 2, 64, loop={"piece_rows": 1}, options={"shard_plan": "intermediate"}
-    ),
-    "rows-by-themselves-of-half-the-columns": Prefill(
-        300, 512, 256, 3, 2, 128, loop={"piece_rows": 1}, options={"shard_plan": "hidden"}
-    ),
-    "pieces-of-64": Prefill(300, 128, 256, 5, 2, 128, loop={"piece_rows": 64}),
-    "2-parts-of-h-e5m2": Prefill(
-        300,
-        512,
-        256,
-        3,
-        2,
-        64,
-        loop={"h_parts": 2, "out_parts": 2},
-        options={"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
-    ),
-    "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
-    "one-buffer-of-first-rows-in-halves": Prefill(
-        300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
-    ),
+        "T150-H128-I256-E3-K2-B64-2-parts": {"loop": {"weight_buffers": 1, "in_parts": 2}},
+        "T150-H128-I256-E3-K2-B64-4-parts-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
+        },
+        "T150-H128-I384-E3-K2-B64-3-parts-e4m3-post": {
+            "loop": {"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+        },
+        "T150-H128-I512-E3-K2-B64-by-4-parts-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "weight_parts": (4, 1)},
+        },
+        "T150-H512-I512-E3-K2-B64-by-2-and-2-parts-of-halves": {
+            "options": {"weight_parts": (4, 2), "shard_plan": "intermediate"}
+        },
+        "T150-H512-I256-E3-K2-B64-by-4-parts-e4m3-no-gate": {
+            "options": {
+                "weight_parts": (4, 2),
+                "has_gate": False,
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+            }
+        },
+        "T600-H128-I256-E3-K2-B64-2-parts-few-rows": {"loop": {"in_parts": 2, "row_buffers": 2}},
+        "T150-H128-I512-E3-K2-B64-2-parts-of-a-half": {
+            "loop": {"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
+            "options": {"shard_plan": "intermediate"},
+        },
+        "T300-H512-I256-E3-K2-B64-2-parts-of-h": {"loop": {"h_parts": 2}},
+        "T300-H512-I192-E3-K2-B64-4-parts-of-h-no-gate-bias": {
+            "has_bias": True,
+            "options": {"has_gate": False},
+            "loop": {"h_parts": 4},
+        },
+        "T150-H512-I384-E3-K2-B64-2-parts-of-h-in-3-e4m3": {
+            "loop": {"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+        },
+        "T300-H256-I256-E3-K2-B64-2-parts-of-h-in-2-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"in_parts": 2, "h_parts": 2},
+        },
+        "T150-H512-I512-E3-K2-B64-4-parts-of-h-of-a-half-by-parts": {
+            "loop": {"h_parts": 4},
+            "options": {"weight_parts": (4, 2), "shard_plan": "intermediate"},
+        },
+        "T600-H128-I256-E3-K2-B64-rows-by-themselves": {"loop": {"piece_rows": 1}},
+        "T150-H128-I512-E3-K2-B64-rows-by-themselves-of-a-half": {
+            "loop": {"piece_rows": 1},
+            "options": {"shard_plan": "intermediate"},
+        },
+        "T300-H512-I256-E3-K2-rows-by-themselves-of-half-the-columns": {
+            "loop": {"piece_rows": 1},
+            "options": {"shard_plan": "hidden"},
+        },
+        "T300-H128-I256-E5-K2-pieces-of-64": {"loop": {"piece_rows": 64}},
+        "T300-H512-I256-E3-K2-B64-2-parts-of-h-e5m2": {
+            "loop": {"h_parts": 2, "out_parts": 2},
+            "options": {"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
+        },
+        "T600-H128-I256-E3-K2-B64-one-buffer-of-first-rows": {"loop": {"first_buffers": 1}},
+        "T300-H512-I256-E3-K2-B64-one-buffer-of-first-rows-in-halves": {
+            "loop": {"first_buffers": 1},
+            "options": {"shard_plan": "hidden"},
+        },
+    }.items()
 }
 
 
@@ -432,9 +395,9 @@ REFUSED = {
     "hidden": ({"H": 8192, "I": 4096, "shard_plan": "hidden"}, r"shard_plan='hidden': experts"),
     "hidden-skip": (
         {"shard_plan": "hidden", "skip_weights": True},
-        r"skip_weights=True, shard_plan='hidden': two visits are in flight",
+        r"skip_weights=True, shard_plan='hidden': two work tiles are in flight",
     ),
-    "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
+    "tiles": ({"largest_work_tile": 0}, r"largest_work_tile=0: must be at least 1"),
     "no-H": ({"H": 0}, r"H=0: must be a positive multiple of 64"),
     "H-65": ({"H": 65}, r"H=65: must be a positive multiple of 64"),
     "no-slots": ({"num_slots": 0}, r"num_slots=0: must be a positive multiple of block_size"),
@@ -476,7 +439,7 @@ def test_limits_are_reached() -> None:
         num_slots=BLOCK_SIZES[0],
         num_tokens=1,
         num_cores=1,
-        largest_visit=1,
+        largest_work_tile=1,
     )
     assert (least.H, least.I, least.E, least.num_tiles, least.num_cores) == (64, 1, 1, 1, 1)
     sizes = {"H": 128, "I": 45, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
@@ -496,7 +459,7 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         "down": problem.down_codes,
         "slots": problem.slots,
     }
-    check_blockwise_moe(config, problem.visits(config), good)
+    check_blockwise_moe(config, problem.work_tiles(config), good)
     for name, bad, message in (
         ("hidden", problem.hidden_TH[:, :64], r"hidden \[64, 64\]: must be \[64, 192\]"),
         ("hidden", problem.hidden_TH.astype(np.float32), r"hidden float32: must be bfloat16"),
@@ -505,13 +468,13 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         ("down_bias", problem.slots, r"down_bias: not expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_blockwise_moe(config, problem.visits(config), {**good, name: bad})
-    visits = problem.visits(config)
-    fewer = visits._replace(visit_tile_CVG=visits.visit_tile_CVG[:, :-1])
-    with pytest.raises(ValueError, match=r"visits \[.*\]: must be \[.*\]. Use visits_of"):
+            check_blockwise_moe(config, problem.work_tiles(config), {**good, name: bad})
+    work_tiles = problem.work_tiles(config)
+    fewer = work_tiles._replace(work_row_tiles_CVG=work_tiles.work_row_tiles_CVG[:, :-1])
+    with pytest.raises(ValueError, match=r"work tiles \[.*\]: must be \[.*\]. Use work_tiles_of"):
         check_blockwise_moe(config, fewer, good)
     with pytest.raises(ValueError, match="gate_up: missing"):
-        check_blockwise_moe(config, problem.visits(config), {"hidden": problem.hidden_TH})
+        check_blockwise_moe(config, problem.work_tiles(config), {"hidden": problem.hidden_TH})
 
 
 def _recode(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:
