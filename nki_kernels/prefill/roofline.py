@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,15 +86,21 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     steps = Counter(sizes[::lanes])
     total = sum(count * visit_ns(config, size, rows) for size, count in steps.items())
     if is_alone(config.loop):
-        total += sum(map(partial(_starts_ns, config), steps.values()))
+        total += _starts_ns(config, tokens_E)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
 
 
-def _starts_ns(config: PrefillConfig, visits: int) -> float:
-    """Return the time that trips of so many visits of one size wait for their first weights."""
-    loop, pairs = config.loop, -(-visits // 2)
-    trips = pairs // loop.pairs + (pairs % loop.pairs).bit_count()
-    return trips * (weights_ns(config)[0] / loop.in_parts + _START_NS * core(config.chip).transfers)
+def _starts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
+    """Return the time that trips wait for their first weights; one expert has a row tile more than
+    expected, as experts hardly have as many each.
+    """
+    loop, more_E = config.loop, tokens_E.copy()
+    more_E[0] += config.tile_rows
+    sizes = sorted(_sizes(config, more_E, -(-more_E // config.tile_rows)), reverse=True)
+    pairs = Counter(sizes[:: 2 * config.shard.num_lanes])  # by the first of two
+    trips = sum(many // loop.pairs + (many % loop.pairs).bit_count() for many in pairs.values())
+    start_ns = _START_NS * core(config.chip).transfers
+    return trips * (weights_ns(config)[0] / loop.in_parts + start_ns)
 
 
 def _sizes(
