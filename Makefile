@@ -74,7 +74,7 @@ tables: $(STAMP)
 	$(BIN)/python -m tests.repo.published
 
 mutants: $(DEV_STAMP)
-	$(BIN)/python -m tests.mutants --count $(or $(COUNT),30) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m lab.mutants --count $(or $(COUNT),30) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info

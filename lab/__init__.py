@@ -1,4 +1,4 @@
-"""What maintainers run from a checkout: benchmarks, training, rehearsals of a chip.
+"""What maintainers run from a checkout: benchmarks, checks, training, a day with a chip.
 
-None of it is in the wheel. `neuron-moe bench`, `train` and the like find it beside `neuron_moe`.
+None of it is in the wheel. `neuron-moe bench`, `check` and the like find it beside `neuron_moe`.
 """

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderConfig, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
@@ -28,6 +27,7 @@ from neuron_moe.models.weight_rules import (
     mlp_rules,
     split_layers,
 )
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
 
@@ -182,13 +182,8 @@ def build_feed_forward(
     """Return a MoE with a float32 router, or an MLP where the layer is dense."""
     if layer not in config.sparse_layers:
         return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-    shared = SharedExperts(
-        config.hidden_size,
-        config.moe_intermediate_size,
-        config.n_shared_experts,
-        config.hidden_act,
-        dtype,
-    )
+    width = config.moe_intermediate_size * config.n_shared_experts
+    shared = build_shared(config.hidden_size, width, dtype, config.hidden_act)
     router = Router(config.router_spec)
     return gated_moe(
         router, config.moe_intermediate_size, dtype, backend, shared, hidden_act=config.hidden_act

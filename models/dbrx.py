@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, chain, concat_gate_up, split_rows, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 NORM_EPS = 1e-5  # torch's; config.json has no key for it
 # Dropout, and attributes that transformers wrote into sections of their own.
@@ -154,12 +154,10 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.moe_num_experts,
-            top_k=config.moe_top_k,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=config.is_normalised,
+        router = build_router(
+            config.moe_num_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.moe_top_k, renormalize=config.is_normalised),
         )
         return gated_moe(
             router, config.ffn_hidden_size, dtype, backend, hidden_act=config.hidden_act

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from neuron_moe import MoE
+from neuron_moe.activations import HIDDEN_ACTIVATIONS
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.attention import (
     EVERYTHING,
@@ -36,7 +36,7 @@ from neuron_moe.models.attention import (
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
-from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
+from neuron_moe.moe import MoE
 
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 Norm = RMSNorm | nn.LayerNorm
@@ -84,14 +84,14 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"
                 f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
             )
-        if self.turned_size % 2 or not self.turned_size:
+        if self.rotated_size % 2 or not self.rotated_size:
             raise ValueError(
                 f"head_dim={self.head_dim}: must be even, and so must the rotated part of a head,"
-                f" here {self.turned_size}. Rotary embedding rotates pairs."
+                f" here {self.rotated_size}. Rotary embedding rotates pairs."
             )
 
     @property
-    def turned_size(self) -> int:
+    def rotated_size(self) -> int:
         """How much of each head is rotated."""
         return int(self.head_dim * self.rope.part)
 
@@ -173,7 +173,7 @@ class GroupedAttention(nn.Module):
         reach: how far back a token sees.
         bias: names of the projections with a bias, such as "q_proj".
         has_sinks: there is a learned sink logit for each query head.
-        norms: queries and keys are normalised before they are turned: "" for not, "by head" for
+        norms: queries and keys are normalised before they are rotated: "" for not, "by head" for
             each head by itself, "jointly" for all heads together.
 
     Attributes:
@@ -322,21 +322,20 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        layers = (
-            DecoderLayer(
-                config,
-                dtype,
-                self.build_attention(layer, dtype),
-                self.build_feed_forward(layer, dtype, backend),
-            )
-            for layer in range(config.num_hidden_layers)
-        )
+        numbers = range(config.num_hidden_layers)
+        layers = (self.build_layer(layer, dtype, backend) for layer in numbers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(layers)
         self.norm = config.make_norm(config.hidden_size, dtype)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> nn.Module:
+        """Return a layer, called as `DecoderLayer` is."""
+        attention = self.build_attention(layer, dtype)
+        feed_forward = self.build_feed_forward(layer, dtype, backend)
+        return DecoderLayer(self.config, dtype, attention, feed_forward)
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
         """Return the attention of a layer, called as `GroupedAttention` is."""
@@ -419,16 +418,9 @@ class DecoderModel(nn.Module):
         axis = 1 if check_choice("phase", phase, ("prefill", "decode")) == "decode" else 0
         real_US = None if real_T is None else real_T.unsqueeze(axis)
         tokens = self.describe_tokens(places_T.unsqueeze(axis), real_US)
-        views = [None] * len(self.layers) if views is None else views
+        views = [None] * len(self.attentions) if views is None else views
         hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
-
-    def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
-        """Lay all experts out for a step, as `MoE.prepare` does for one layer."""
-        for layer in self.layers:
-            moe = getattr(layer, "moe", None)
-            if isinstance(moe, MoE):
-                moe.prepare(phase, tokens, has_padding=has_padding)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""
@@ -444,7 +436,7 @@ class DecoderModel(nn.Module):
 
     def describe_tokens(self, places_US: Tensor, real_US: Tensor | None) -> Tokens:
         """Return what all layers need to know of the new tokens."""
-        rope = rope_tables(self.config.rope, self.config.turned_size, places_US)
+        rope = rope_tables(self.config.rope, self.config.rotated_size, places_US)
         return Tokens(places_US, rope, real_US)
 
     def make_views(

@@ -1,11 +1,11 @@
 """DeepSeek-V3, R1 and V3.1, and Kimi-K2: configuration, latent attention, experts, checkpoint map.
 
 What differs from other decoders: keys and values of all heads are made of one latent vector a
-token, beside which one turned key is kept, so that is what the cache holds; queries may be made of
+token, beside which one rotated key is kept, so that is what the cache holds; queries may be made of
 a latent too; YaRN scales logits as well as rotation. Routing is in `biased_routing`.
 
-Letters beside those of `decoder`: R latent size, N the part of a head that is not turned, D the
-part that is, M latent and turned key together, W value head size.
+Letters beside those of `decoder`: R latent size, N the part of a head that is not rotated, D the
+part that is, M latent and rotated key together, W value head size.
 Source: transformers, `models/deepseek_v3/modeling_deepseek_v3.py`; arXiv 2412.19437, section 2.1.1.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.attention import (
     EVERYTHING,
@@ -39,6 +38,7 @@ from neuron_moe.models.decoder import ConfigT, DecoderModel, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, yarn_growth
+from neuron_moe.moe import MoE
 
 ALIASES = ("kimi_k2",)
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -102,17 +102,22 @@ class DeepseekV3Config(BiasedRoutingConfig):
         )
 
     @property
-    def turned_size(self) -> int:
-        """How much of each head is turned."""
+    def rotated_size(self) -> int:
+        """How much of each head is rotated."""
         return self.qk_rope_head_dim
 
     @property
     def logit_scale(self) -> float:
         """What logits are multiplied with."""
-        scale: float = self.head_dim**-0.5
-        if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
-            scale *= yarn_growth(self.rope.factor, self.rope.mscale_all_dim) ** 2
-        return scale
+        return latent_logit_scale(self.head_dim, self.rope)
+
+
+def latent_logit_scale(head_dim: int, rope: RopeConfig) -> float:
+    """Return what logits are multiplied with, which yarn makes larger."""
+    scale: float = head_dim**-0.5
+    if rope.kind == "yarn" and rope.mscale_all_dim:
+        scale *= yarn_growth(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
 
 
 Config = DeepseekV3Config
@@ -125,7 +130,7 @@ def attend_latent(
     latent_US1R: Tensor,
     view: CacheView | None,
 ) -> Tensor:
-    """Keep latents and turned keys, then attend to all that the view shows: [U, S, Q * R]."""
+    """Keep latents and rotated keys, then attend to all that the view shows: [U, S, Q * R]."""
     view = need_view(view)
     (kept_U1CM,) = view.extend(kept_US1M.transpose(1, 2))
     latent_U1CR = kept_U1CM[..., : latent_US1R.shape[-1]]
@@ -135,7 +140,7 @@ def attend_latent(
 class LatentAttention(nn.Module):
     """Attention to one latent a token, of which the keys and values of all heads are made.
 
-    The core sees one key head [latent, turned key] and one value head, the latent itself, with
+    The core sees one key head [latent, rotated key] and one value head, the latent itself, with
     queries to match: the same logits with less to keep, and less to compute for few new tokens. For
     many, keys and values are made; for a server's core always, which knows no latents. Attributes
     are those of `GroupedAttention`, but:
@@ -187,23 +192,23 @@ class LatentAttention(nn.Module):
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         config = self.config
-        nope_USQN, turned_USQD = self._queries(hidden_USH, tokens)
+        nope_USQN, rotated_USQD = self._queries(hidden_USH, tokens)
         made_USM = self.kv_a_proj_with_mqa(hidden_USH)
         latent_USR, key_USD = made_USM.tensor_split((config.kv_lora_rank,), dim=-1)
         latent_US1R = self.kv_a_layernorm(latent_USR).unsqueeze(2)
         kept_US1M = torch.cat((latent_US1R, self._turn(key_USD.unsqueeze(2), tokens)), dim=-1)
         if self.core is not attend_latent:
-            query_USQD = torch.cat((nope_USQN, turned_USQD), dim=-1)
+            query_USQD = torch.cat((nope_USQN, rotated_USQD), dim=-1)
             key_UQSD, value_UQSW = self._make(kept_US1M.transpose(1, 2))
             made = key_UQSD.transpose(1, 2), value_UQSW.transpose(1, 2)
             out = self.core(self, query_USQD, *made, view)
         elif self._makes_keys(need_view(view)):
-            query_USQD = torch.cat((nope_USQN, turned_USQD), dim=-1)
+            query_USQD = torch.cat((nope_USQN, rotated_USQD), dim=-1)
             out = self._attend_made(query_USQD, kept_US1M, need_view(view))
         else:
             key_QNR, value_QWR = self._makers()
             latent_USQR = torch.einsum("usqn,qnr->usqr", nope_USQN, key_QNR)
-            query_USQM = torch.cat((latent_USQR, turned_USQD), dim=-1)
+            query_USQM = torch.cat((latent_USQR, rotated_USQD), dim=-1)
             out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
             out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
             out = torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
@@ -211,15 +216,15 @@ class LatentAttention(nn.Module):
         return out_USH
 
     def _queries(self, hidden_USH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the plain and the turned part of each head, [U, S, Q, N] and [U, S, Q, D]."""
+        """Return the plain and the rotated part of each head, [U, S, Q, N] and [U, S, Q, D]."""
         config = self.config
         if config.q_lora_rank is None:
             query = self.q_proj(hidden_USH)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_USH)))
         query = query.view(*hidden_USH.shape[:2], -1, config.head_dim)
-        plain, turned = query.tensor_split((config.qk_nope_head_dim,), dim=-1)
-        return plain, self._turn(turned, tokens)
+        plain, rotated = query.tensor_split((config.qk_nope_head_dim,), dim=-1)
+        return plain, self._turn(rotated, tokens)
 
     def _turn(self, heads: Tensor, tokens: Tokens) -> Tensor:
         return apply_rope(heads, *tokens.rope, is_interleaved=self.config.rope.is_interleaved)
@@ -248,10 +253,10 @@ class LatentAttention(nn.Module):
     def _make(self, kept_U1CM: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of every head, made of what is kept: [U, Q, C, D or W]."""
         config, heads = self.config, self.config.num_attention_heads
-        latent, turned = kept_U1CM.tensor_split((config.kv_lora_rank,), dim=-1)
+        latent, rotated = kept_U1CM.tensor_split((config.kv_lora_rank,), dim=-1)
         made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (heads, -1)).transpose(1, 2)
         plain, value_UQCW = made.tensor_split((config.qk_nope_head_dim,), dim=-1)
-        return torch.cat((plain, turned.expand(-1, heads, -1, -1)), dim=-1), value_UQCW
+        return torch.cat((plain, rotated.expand(-1, heads, -1, -1)), dim=-1), value_UQCW
 
 
 class Model(DecoderModel):

@@ -10,7 +10,8 @@ of the convolution, X = W - 1 + S, N value heads, D key size, V value size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,21 @@ class DeltaNetSizes:
         """Channels of queries, keys and values."""
         key_channels = self.num_key_heads * self.key_size
         return [key_channels, key_channels, self.num_value_heads * self.value_size]
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What a layer keeps of each sequence, see `State`."""
+        memory = self.num_value_heads, self.key_size, self.value_size
+        return (
+            StateShape((self.conv_width - 1, sum(self.parts))),
+            StateShape(memory, torch.float32),
+        )
+
+    def shared_by(self, ranks: int) -> "DeltaNetSizes":
+        """Return the sizes on each of so many ranks, as `dense_parts` cuts a layer."""
+        keys, group = ceil(self.num_key_heads / ranks), self.num_value_heads // self.num_key_heads
+        values = keys * ceil(group / max(1, ranks // self.num_key_heads))
+        return replace(self, num_key_heads=keys, num_value_heads=values)
 
 
 class Inputs(NamedTuple):
@@ -100,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         core: see `Recurrence`.
         reach: None: no position is looked at again.
         cache_shape: nothing is kept of each token.
-        state_shapes: what is kept of each sequence, see `State`.
+        sizes: of this rank's part.
     """
 
     core: Recurrence
@@ -121,11 +137,6 @@ class GatedDeltaNet(nn.Module):
         self.sizes, self.eps, self.core = sizes, eps, recur_cached
         size, heads, channels = sizes.hidden_size, sizes.num_value_heads, sum(sizes.parts)
         value_channels = sizes.parts[-1]
-        memory = heads, sizes.key_size, sizes.value_size
-        self.state_shapes = (
-            StateShape((sizes.conv_width - 1, channels)),
-            StateShape(memory, torch.float32),
-        )
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
@@ -142,6 +153,11 @@ class GatedDeltaNet(nn.Module):
         # Published in float32 beside bfloat16 weights.
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.ones(sizes.value_size, dtype=torch.float32))
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of each sequence, see `State`."""
+        return self.sizes.state_shapes
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
@@ -223,8 +239,10 @@ def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def convolve(inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix each token with those before it, each channel by itself, then SiLU.
+def convolve(
+    inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mix each token with those before it, each channel by itself, add the bias, then SiLU.
 
     Padding may stand anywhere: it is moved in front of all tokens, the earlier ones included.
 
@@ -247,4 +265,6 @@ def convolve(inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor) -> tuple[Tens
         summed_UXC += wide_UXC[:, tap : tap + num_all] * taps_WC[tap]
     if place_UX is not None:
         summed_UXC = summed_UXC.gather(1, place_UX[..., None].expand_as(summed_UXC))
+    if bias_C is not None:
+        summed_UXC = summed_UXC + bias_C.float()
     return F.silu(summed_UXC[:, -num_new:]), all_UXC[:, num_all - width + 1 :]

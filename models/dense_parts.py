@@ -4,7 +4,8 @@
 | --- | --- |
 | queries, sinks, what attention gives | by query heads |
 | keys and values | by key/value heads, repeated where there are more ranks than heads |
-| embedding, vocabulary projection, dense MLPs, shared experts, recurrent layers | evenly |
+| recurrent layers | by value heads, with their key heads, repeated as above |
+| embedding, vocabulary projection, dense MLPs, shared experts | evenly |
 | norms, routers, biases added to a sum over ranks, latents that all heads share | not |
 
 Outputs (`OUTPUTS`) are cut by columns, the rest by rows. Heads and rows that do not divide are
@@ -16,17 +17,26 @@ Letters: Q query heads, J key/value heads, n ranks.
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from neuron_moe.checkpoint.lazy import Indices, Selection, runs
 from neuron_moe.errors import check_positive_int
 
+if TYPE_CHECKING:
+    from neuron_moe.models.delta_net import DeltaNetSizes
+
 OUTPUTS = ("o_proj", "out_proj", "down_proj")  # whose results are summed over ranks
 _QUERIES = {"q_proj", "q_b_proj", "kv_b_proj", "o_proj", "sinks"}
 _KEYS = {"k_proj", "v_proj"}
 _JOINT = {"qkv_proj"}  # queries, keys and values in one matrix
+# Of recurrent layers: queries, keys and values; with gates, by key head; gates and outputs; rates.
+_MIXED, _FUSED = {"in_proj_qkv", "conv_weight"}, {"in_proj_qkvz"}
+_VALUES, _RATES = {"in_proj_z", "out_proj"}, {"in_proj_b", "in_proj_a", "dt_bias", "A_log"}
+_FUSED_RATES = {"in_proj_ba"}
+_RECURRENT = _MIXED | _FUSED | _VALUES | _RATES | _FUSED_RATES
+_PAIR = {"gate_up_proj"}  # gate, then up
 
 
 class Part(NamedTuple):
@@ -65,27 +75,35 @@ class DenseSplit:
         heads: Q of the whole model.
         kv_heads: J of the whole model.
         rank: this one.
+        recurrent: sizes of recurrent layers, where there are any.
     """
 
     size: int
     heads: int
     kv_heads: int
     rank: int = 0
+    recurrent: "DeltaNetSizes | None" = None
 
     def __post_init__(self) -> None:
         for name in ("size", "heads", "kv_heads"):
             check_positive_int(name, getattr(self, name))
 
     def check(self) -> None:
-        """Raise ValueError unless every rank has whole key/value heads."""
-        if max(self.size, self.kv_heads) % min(self.size, self.kv_heads):
-            fits = [
-                n for n in range(1, self.size) if not max(n, self.kv_heads) % min(n, self.kv_heads)
-            ]
-            raise ValueError(
-                f"tensor_parallel_size={self.size}: must divide num_key_value_heads="
-                f"{self.kv_heads}, or be a multiple of it. Use {fits[-1]}."
-            )
+        """Raise ValueError unless every rank has whole key/value heads, or key heads."""
+        counts = {"num_key_value_heads": self.kv_heads}
+        if self.recurrent is not None:
+            counts["linear_num_key_heads"] = self.recurrent.num_key_heads
+
+        def fits(size: int, heads: int) -> bool:
+            return max(size, heads) % min(size, heads) == 0
+
+        for name, heads in counts.items():
+            if not fits(self.size, heads):
+                sizes = [n for n in range(1, self.size) if all(fits(n, m) for m in counts.values())]
+                raise ValueError(
+                    f"tensor_parallel_size={self.size}: must divide {name}={heads}, or be a"
+                    f" multiple of it. Use {sizes[-1]}."
+                )
 
     @property
     def own_kv_heads(self) -> range:
@@ -119,13 +137,26 @@ class DenseSplit:
             axis = _axis(name)
             queries, keys = ceil(self.heads / self.size), ceil(self.kv_heads / self.size)
             kinds = set(name.split("."))
-            if kinds & _QUERIES:
+            if self.recurrent is not None and kinds & _RECURRENT:
+                before, after = (
+                    (sum(each.parts), each.parts[-1], each.num_value_heads)
+                    for each in (self.recurrent, self.recurrent.shared_by(self.size))
+                )
+                here = after[0] if kinds & (_MIXED | _FUSED) else 0
+                here += after[1] if kinds & (_FUSED | _VALUES) else 0
+                here += (
+                    after[2] * shape[axis] // before[2] if kinds & (_RATES | _FUSED_RATES) else 0
+                )
+                found[axis] = here
+            elif kinds & _QUERIES:
                 found[axis] = shape[axis] // self.heads * queries
             elif kinds & _KEYS:
                 found[axis] = shape[axis] // self.kv_heads * keys
             elif kinds & _JOINT:
                 size = shape[axis] // (self.heads + 2 * self.kv_heads)
                 found[axis] = size * (queries + 2 * keys)
+            elif kinds & _PAIR:
+                found[axis] = 2 * ceil(shape[axis] // 2 / self.size)
             else:
                 found[axis] = ceil(shape[axis] / self.size)
         return tuple(found)
@@ -137,6 +168,8 @@ class DenseSplit:
         axis, kinds = _axis(name), set(name.split("."))
         total = shape[axis]
         queries = self.own_heads
+        if self.recurrent is not None and kinds & _RECURRENT:
+            return self._recurrent_part(kinds, axis, self.recurrent)
         if kinds & _QUERIES:
             width = total // self.heads
             indices = _spread(queries.indices, width)
@@ -151,7 +184,50 @@ class DenseSplit:
             width = total // (self.heads + 2 * self.kv_heads)
             indices = _spread((*queries.indices, *keys, *values), width)
             return Part(axis, indices, len(indices))  # what fills up meets zeros of the output
+        if kinds & _PAIR:
+            half = _evenly(total // 2, self.rank, self.size).indices
+            indices = _settle((*half, *_shift(half, total // 2)))
+            return Part(axis, indices, len(indices))
         return _evenly(total, self.rank, self.size)._replace(axis=axis)
+
+    def _recurrent_part(self, kinds: Set[str], axis: int, sizes: "DeltaNetSizes") -> Part:
+        """Return what this rank holds of a recurrent layer: value heads beside their key heads."""
+        split = DenseSplit(
+            size=self.size,
+            rank=self.rank,
+            heads=sizes.num_value_heads,
+            kv_heads=sizes.num_key_heads,
+        )
+        keys, values = split.own_kv_heads, split.own_heads
+        group = sizes.num_value_heads // sizes.num_key_heads
+        value_rows = _spread(values.indices, sizes.value_size)
+        key_rows = _spread(keys, sizes.key_size)
+        indices: Indices
+        if kinds & _VALUES:  # what fills up meets zeros of the output
+            return Part(axis, value_rows, values.real * sizes.value_size)
+        if kinds & _MIXED:
+            starts = 0, sizes.parts[0], 2 * sizes.parts[0]
+            rows = zip(starts, (key_rows, key_rows, value_rows), strict=True)
+            indices = _settle(row + start for start, each in rows for row in each)
+        elif kinds & (_FUSED | _FUSED_RATES):
+            # Of each key head: its query and key, or nothing; then two parts of its value heads.
+            front, width = (2 * sizes.key_size, sizes.value_size) if kinds & _FUSED else (0, 1)
+            own = {
+                key: [each % group for each in values.indices if each // group == key]
+                for key in keys
+            }
+            indices = _settle(
+                key * (front + 2 * group * width) + row
+                for key, heads in own.items()
+                for row in (
+                    *range(front),
+                    *_shift(_spread(heads, width), front),
+                    *_shift(_spread(heads, width), front + group * width),
+                )
+            )
+        else:
+            indices = values.indices
+        return Part(axis, indices, len(indices))
 
 
 def is_cut(name: str, whole: Set[str] = frozenset()) -> bool:

@@ -1,6 +1,6 @@
 """dots.llm1: configuration, attention, experts and checkpoint map.
 
-Queries and keys are normalised by head before they are turned, as in Qwen3; experts are chosen as
+Queries and keys are normalised by head before they are rotated, as in Qwen3; experts are chosen as
 in DeepSeek-V3. From `max_window_layers` on, attention slides where a window is given.
 Source: transformers, `models/dots1/modular_dots1.py`; rednote-hilab/dots.llm1.inst.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
@@ -26,6 +25,7 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
+from neuron_moe.moe import MoE
 
 OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
 GROUPS = {"n_group": 1, "topk_group": 1}

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, only_row, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -28,7 +27,8 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     split_layers,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 500000.0  # where config.json does not say
 # Of training, and of a block that predicts a further token.
@@ -116,19 +116,14 @@ class Model(DecoderModel):
         config = self.config
         if layer not in config.sparse_layers:
             return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-        router = RouterTopK(
-            num_experts=config.moe_num_experts,
-            top_k=config.moe_k,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            selection_bias=True,
-            renormalize=True,
+        router = build_router(
+            config.moe_num_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.moe_k, has_selection_bias=True, renormalize=True),
         )
         shared = None
         if config.shared_size is not None:
-            shared = SharedExperts(
-                config.hidden_size, config.shared_size, 1, config.hidden_act, dtype
-            )
+            shared = build_shared(config.hidden_size, config.shared_size, dtype, config.hidden_act)
         return gated_moe(
             router,
             config.moe_intermediate_size,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
@@ -29,6 +28,7 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import mlp_rules, projection_names
+from neuron_moe.moe import MoE
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -87,7 +87,7 @@ def _layer_types(reader: ConfigReader, window: int | None) -> tuple[str, ...]:
 
 
 class Attention(GroupedAttention):
-    """Attention of one layer: turned and sliding, or neither."""
+    """Attention of one layer: rotated and sliding, or neither."""
 
     def __init__(self, config: ExaoneMoeConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, reach=config.reach(layer), norms="by head")

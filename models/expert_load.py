@@ -6,7 +6,7 @@ Letters: L MoE layers, E experts.
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE
+from neuron_moe.moe import MoE
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:

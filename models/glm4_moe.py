@@ -1,6 +1,6 @@
 """GLM-4.5 to 4.7 and their Air models: configuration, attention, experts and checkpoint map.
 
-What differs from other decoders: the first half of each head is turned and the rest left as it is,
+What differs from other decoders: the first half of each head is rotated and the rest left as it is,
 queries, keys and values have biases, the larger models normalise each head of queries and keys,
 and routing is DeepSeek-V3's with one group.
 Source: transformers, `models/glm4_moe/modeling_glm4_moe.py`; arXiv 2508.06471.
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
@@ -25,8 +24,9 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS
+from neuron_moe.moe import MoE
 
-TURNED_PART = 0.5  # of a head, where config.json does not say
+ROTATED_PART = 0.5  # of a head, where config.json does not say
 BIASED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -46,7 +46,7 @@ class Glm4MoeConfig(BiasedRoutingConfig):
         reader = ConfigReader.of_family(config, "glm4_moe")
         return cls.read(
             reader,
-            rope=RopeConfig.from_hf(reader, default_part=TURNED_PART),
+            rope=RopeConfig.from_hf(reader, default_part=ROTATED_PART),
             use_qk_norm=reader.get("use_qk_norm", bool),
             **read_feed_forward(reader),
         )
@@ -61,7 +61,7 @@ class Model(DecoderModel):
     config: Glm4MoeConfig
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention, partly turned."""
+        """Return grouped-query attention, partly rotated."""
         return GroupedAttention(
             self.config,
             dtype,

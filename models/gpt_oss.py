@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, chain, deinterleave_gate_up, mxfp4, transpose
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -22,9 +22,11 @@ from neuron_moe.models.decoder import (
     check_layer_types,
 )
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import build_router, expert_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, decoder_rules, projection_names
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import ExpertFormula, RouterFormula, check_top_k, limits
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Fixed by the architecture; checkpoints written before transformers 5 do not repeat them.
@@ -116,33 +118,24 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return one MoE layer: float32 router, softmax over the chosen k, clamped SwiGLU."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            apply_act_fn_over_topk=True,
-            bias=True,
-            dtype=torch.float32,
+        router = build_router(
+            config.num_local_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.num_experts_per_tok, act_over_topk=True, has_bias=True),
         )
-        experts = RoutedExpertsMLPOpsConfig(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            hidden_act="sigmoid",
-            glu_mlp=True,
-            glu_type="swiglu",
-            hidden_act_scaling_factor=config.swiglu_alpha,
-            hidden_act_bias=1.0,
-            gate_clamp_upper_limit=config.swiglu_limit,
-            up_clamp_upper_limit=config.swiglu_limit,
-            up_clamp_lower_limit=-config.swiglu_limit,
-            bias=True,
+        limit = config.swiglu_limit
+        formula = ExpertFormula(
+            "sigmoid",
+            scale=config.swiglu_alpha,
+            gates_itself=True,
+            gate_limits=limits(None, limit),
+            up_limits=limits(-limit, limit),
+            up_offset=1.0,
+            has_gate_up_bias=True,
+            has_down_bias=True,
         )
-        built = MoE(router=router, expert_mlps=ExpertMLPsV2(experts, dtype=dtype, backend=backend))
-        built.presharded = False  # published checkpoints come from no hook of NxD's
-        return built
+        spec = expert_spec(router, config.intermediate_size, formula)
+        return MoE(router, RoutedExperts(spec, dtype=dtype, backend=backend))
 
 
 def weight_map(config: GptOssConfig) -> WeightMap:

@@ -1,6 +1,6 @@
 """Hy3: configuration, attention, experts and checkpoint map.
 
-What differs from other decoders: each head of queries and keys is normalised before it is turned;
+What differs from other decoders: each head of queries and keys is normalised before it is rotated;
 routing is DeepSeek-V3's without groups, under names of its own, and the first layers are dense.
 Source: transformers, `models/hy_v3/modular_hy_v3.py`; tencent/Hy3-preview.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
@@ -31,6 +30,7 @@ from neuron_moe.models.weight_rules import (
     mlp_rules,
     projection_names,
 )
+from neuron_moe.moe import MoE
 
 ROPE_THETA = 11158840.0  # where config.json does not say
 NUM_DENSE = 1  # layers before those with experts, the same

@@ -13,8 +13,8 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import torch
 from torch import nn
 
-from neuron_moe import Explanation
 from neuron_moe.errors import reject_unknown
+from neuron_moe.explain import Explanation
 from neuron_moe.models.chat import ChatTemplate
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.generation import Decoder, GenerationOptions, generate, stream
@@ -112,8 +112,8 @@ class Prompting:
             system: how to answer, said before all else.
         """
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        told = [] if system is None else [{"role": "system", "content": system}]
-        return self.codec.encode(self.template.render([*told, *asked]), is_template=True)
+        prompt = [] if system is None else [{"role": "system", "content": system}]
+        return self.codec.encode(self.template.render([*prompt, *asked]), is_template=True)
 
 
 class LanguageModel:

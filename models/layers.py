@@ -6,10 +6,13 @@ Letters: H hidden, I intermediate.
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
-from neuron_moe.activations import ACTIVATIONS
-from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
+from neuron_moe.activations import activate_parts, activation_of
+from neuron_moe.experts import RoutedExperts
+from neuron_moe.latent import Latent
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import ExpertFormula, ExpertSpec, RouterFormula, RouterSpec, SharedSpec
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -41,25 +44,95 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) without biases, of a dense layer; whole on every rank."""
+    """down(inner(gate(x), up(x))) without biases, of a dense layer; whole on every rank.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        dtype: of the weights.
+        hidden_act: as in config.json, if the formula is act(gate) * up.
+        formula: any other, with a gate or without one.
+        is_fused: gate and up are one matrix.
+    """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, hidden_act: str = "silu"
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        hidden_act: str = "silu",
+        formula: ExpertFormula | None = None,
+        *,
+        is_fused: bool = False,
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATION_NAMES.get(hidden_act, hidden_act)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
+        self.formula = formula or gated(hidden_act)
+        names = ("gate_proj", "up_proj") if self.formula.has_gate else ("up_proj",)
+        self.first_names = ("gate_up_proj",) if is_fused else names
+        for name in self.first_names:
+            width = intermediate_size * (2 if is_fused else 1)
+            self.add_module(name, nn.Linear(hidden_size, width, bias=False, dtype=dtype))
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return [..., H]; the product is computed in float32."""
-        product = (
-            ACTIVATIONS[self.activation](self.gate_proj(hidden).float())
-            * self.up_proj(hidden).float()
-        )
-        out: Tensor = self.down_proj(product.to(hidden.dtype))
+        """Return [..., H]; the activation is computed in float32."""
+        parts = [getattr(self, name)(hidden).float() for name in self.first_names]
+        parts = [*parts[0].chunk(2, -1)] if self.first_names == ("gate_up_proj",) else parts
+        out: Tensor = self.down_proj(activate_parts(parts, self.formula).to(hidden.dtype))
         return out
+
+
+def gated(hidden_act: str) -> ExpertFormula:
+    """Return the formula act(gate) * up of an activation as config.json names it."""
+    return ExpertFormula(activation_of(hidden_act))
+
+
+def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:
+    """Return a router in float32."""
+    return Router(RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula))
+
+
+def build_shared(
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    hidden_act: str = "silu",
+    formula: ExpertFormula | None = None,
+    *,
+    is_gated: bool = False,
+    is_fused: bool = False,
+) -> SharedExperts:
+    """Return shared experts of `intermediate_size` columns in all.
+
+    Their formula is `formula`, else act(gate) * up with hidden_act as in config.json.
+    """
+    spec = SharedSpec(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        formula=formula or gated(hidden_act),
+        is_gated=is_gated,
+        is_fused=is_fused,
+    )
+    return SharedExperts(spec, dtype=dtype)
+
+
+def expert_spec(
+    router: Router,
+    intermediate_size: int,
+    formula: ExpertFormula,
+    *,
+    scales_input: bool = False,
+    latent: Latent | None = None,
+) -> ExpertSpec:
+    """Return what the experts behind a router are, inside latents if there are any."""
+    return ExpertSpec(
+        num_experts=router.num_experts,
+        top_k=router.top_k,
+        hidden_size=router.hidden_size if latent is None else latent.spec.latent_size,
+        intermediate_size=intermediate_size,
+        formula=formula,
+        scales_input=scales_input,
+    )
 
 
 def gated_moe(
@@ -71,6 +144,8 @@ def gated_moe(
     *,
     hidden_act: str = "silu",
     scales_input: bool = False,
+    formula: ExpertFormula | None = None,
+    latent: Latent | None = None,
 ) -> MoE:
     """Return a MoE whose experts are down(act(gate(x)) * up(x)) without biases.
 
@@ -82,14 +157,10 @@ def gated_moe(
         shared: experts beside the routed ones.
         hidden_act: act, as in config.json.
         scales_input: affinities scale an expert's input, not its output.
+        formula: what an expert computes, if not this.
+        latent: projections around the experts, or None.
     """
-    experts = RoutedExpertsMLPOpsConfig(
-        num_experts=router.spec.num_experts,
-        top_k=router.spec.formula.top_k,
-        hidden_size=router.spec.hidden_size,
-        intermediate_size=intermediate_size,
-        hidden_act=hidden_act,
-        glu_mlp=True,
-        early_expert_affinity_modulation=scales_input,
-    )
-    return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+    formula = formula or gated(hidden_act)
+    spec = expert_spec(router, intermediate_size, formula, scales_input=scales_input, latent=latent)
+    experts = RoutedExperts(spec, dtype=dtype, backend=backend)
+    return MoE(router, experts, shared, latent=latent)

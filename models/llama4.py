@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, identity
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
@@ -29,7 +28,7 @@ from neuron_moe.models.hf_config import (
     ConfigReader,
     read_text_section,
 )
-from neuron_moe.models.layers import GatedMLP, gated_moe, unit_rms
+from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe, unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -42,7 +41,8 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     split_layers,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("llama4_text",)
 IMAGE_TOKENS = ("boi_token_index", "eoi_token_index", "image_token_index")
@@ -137,7 +137,7 @@ Config = Llama4Config
 
 
 class Attention(GroupedAttention):
-    """Attention of one layer: turned and normalised, or scaled by place."""
+    """Attention of one layer: rotated and normalised, or scaled by place."""
 
     def __init__(self, config: Llama4Config, layer: int, dtype: torch.dtype) -> None:
         is_chunked = config.layer_types[layer] == "chunked_attention"
@@ -181,14 +181,13 @@ class Model(DecoderModel):
             return GatedMLP(
                 config.hidden_size, config.intermediate_size_mlp, dtype, config.hidden_act
             )
-        router = RouterTopK(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="sigmoid",
+        router = build_router(
+            config.num_local_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.num_experts_per_tok, act_fn="sigmoid"),
         )
-        shared = SharedExperts(
-            config.hidden_size, config.intermediate_size, 1, config.hidden_act, dtype
+        shared = build_shared(
+            config.hidden_size, config.intermediate_size, dtype, config.hidden_act
         )
         return gated_moe(
             router,

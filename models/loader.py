@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import neuron_moe.models
-from neuron_moe import ExpertMLPsV2
 from neuron_moe.checkpoint import Checkpoint, Progress, Shard, load_weights, open_checkpoint
 from neuron_moe.errors import check_choice
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.other_files import what_it_is, what_lies_in
@@ -54,14 +54,14 @@ def load_model(
             it was initialised, gives the model.
         progress: called with the bytes filled and the bytes of all parameters.
         product_form: how a CPU multiplies with experts and dense projections, 'measured' or
-            fixed; see `ExpertMLPsV2.settle_forms` and `dense_forms`. None leaves weights plain.
+            fixed; see `RoutedExperts.settle_forms` and `dense_forms`. None leaves weights plain.
         tuning: how the kernels of every MoE layer go about it; experts are laid out by parts where
             its plans read them so.
         model_options: further keyword arguments of the model's constructor.
 
     Returns:
         The model in evaluation mode, without gradients. With backend='nki' its experts are packed,
-        see `ExpertMLPsV2.pack_weights`.
+        see `RoutedExperts.pack_weights`.
 
     Raises:
         FileNotFoundError: if a file of the checkpoint is missing.
@@ -137,8 +137,8 @@ def settle_experts(model: nn.Module, form: str) -> None:
             experts.settle_forms(form)
 
 
-def _experts_of(model: nn.Module) -> list[ExpertMLPsV2]:
-    return [module for module in model.modules() if isinstance(module, ExpertMLPsV2)]
+def _experts_of(model: nn.Module) -> list[RoutedExperts]:
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
 
 
 def build_model(directory: str | Path, **model_options: Any) -> nn.Module:

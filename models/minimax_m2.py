@@ -1,7 +1,7 @@
 """MiniMax-M2, M2.1 and M2.5: configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: all heads of queries, and all of keys, are normalised together
-before they are turned, and only the first part of each head is turned; experts are scored by a
+before they are rotated, and only the first part of each head is rotated; experts are scored by a
 sigmoid and chosen with a bias that is no part of their weight.
 Source: transformers, `models/minimax_m2/modeling_minimax_m2.py`; MiniMaxAI/MiniMax-M2.
 """
@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -24,7 +23,8 @@ from neuron_moe.models.weight_rules import (
     expert_rules,
     projection_names,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 # Of layers that predict further tokens, whose tensors are not published, and of training.
 OTHER_KEYS = (
@@ -77,13 +77,13 @@ class MiniMaxM2Config(DecoderConfig):
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """Return the rotary embedding, whose part of a head has two spellings."""
-    turned_size = reader.get("rotary_dim", int, head_dim)
-    part = turned_size / max(head_dim, 1)
+    rotated_size = reader.get("rotary_dim", int, head_dim)
+    part = rotated_size / max(head_dim, 1)
     rope = RopeConfig.from_hf(reader, default_part=part)
     if reader.get_raw("rotary_dim") is not None and rope.part != part:
         raise ValueError(
-            f"rotary_dim={turned_size}, partial_rotary_factor={rope.part}: must be the same part of"
-            f" head_dim={head_dim}. Keep one of them."
+            f"rotary_dim={rotated_size}, partial_rotary_factor={rope.part}: must be the same part"
+            f" of head_dim={head_dim}. Keep one of them."
         )
     return rope
 
@@ -103,13 +103,15 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 sigmoid router whose choice is biased."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="sigmoid",
-            selection_bias=True,
-            renormalize=True,
+        router = build_router(
+            config.num_local_experts,
+            config.hidden_size,
+            RouterFormula(
+                top_k=config.num_experts_per_tok,
+                act_fn="sigmoid",
+                has_selection_bias=True,
+                renormalize=True,
+            ),
         )
         return gated_moe(
             router, config.intermediate_size, dtype, backend, hidden_act=config.hidden_act

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -24,7 +23,8 @@ from neuron_moe.models.weight_rules import (
     expert_rules,
     projection_names,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,10 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=True,
+        router = build_router(
+            config.num_local_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.num_experts_per_tok, renormalize=True),
         )
         return gated_moe(
             router, config.intermediate_size, dtype, backend, hidden_act=config.hidden_act

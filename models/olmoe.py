@@ -1,7 +1,7 @@
 """OLMoE (1B-7B): configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: all heads of queries, and all of keys, are normalised together
-before they are turned, and may be limited then; the weights that a softmax over all experts gives
+before they are rotated, and may be limited then; the weights that a softmax over all experts gives
 the chosen ones are not divided by their sum.
 Source: transformers, `models/olmoe/modeling_olmoe.py`; arXiv 2409.02060.
 """
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -28,7 +27,8 @@ from neuron_moe.models.weight_rules import (
     fused_expert_rules,
     projection_names,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 10000.0  # where config.json does not say
 
@@ -106,12 +106,10 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=config.norm_topk_prob,
+        router = build_router(
+            config.num_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob),
         )
         size, act = config.intermediate_size, config.hidden_act
         return gated_moe(router, size, dtype, backend, hidden_act=act)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
 from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts, softmax_router
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
@@ -27,6 +26,7 @@ from neuron_moe.models.weight_rules import (
     shared_sparse_rules,
     split_layers,
 )
+from neuron_moe.moe import MoE
 
 ROPE_THETA = 10000.0  # where config.json does not say
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -113,7 +113,7 @@ def build_feed_forward(
     if layer not in config.sparse_layers:
         return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
     width = config.shared_expert_intermediate_size
-    shared = SharedExperts(config.hidden_size, width, 1, act, dtype, is_gated=True)
+    shared = build_shared(config.hidden_size, width, dtype, act, is_gated=True)
     size = config.moe_intermediate_size
     return gated_moe(softmax_router(config), size, dtype, backend, shared, hidden_act=act)
 

@@ -2,7 +2,7 @@
 
 What differs from other decoders: three of four layers keep a memory of the sequence instead of keys
 and values (`models/delta_net.py`); the fourth is grouped-query attention whose output a sigmoid
-gates, with a norm on each head and the first quarter of it turned; norms scale by one plus their
+gates, with a norm on each head and the first quarter of it rotated; norms scale by one plus their
 weight; a shared expert, gated for each token, stands beside the routed ones.
 Published files hold a vision tower and a layer that predicts a further token, which are not read.
 Source: transformers, `models/qwen3_5_moe/modeling_qwen3_5_moe.py`; Qwen/Qwen3.5-35B-A3B.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.decoder import (
@@ -31,7 +30,7 @@ from neuron_moe.models.hf_config import (
     ConfigReader,
     read_text_section,
 )
-from neuron_moe.models.layers import OffsetRMSNorm, gated_moe
+from neuron_moe.models.layers import OffsetRMSNorm, build_router, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -39,11 +38,12 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     shared_sparse_rules,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("qwen3_5_moe_text",)
 LAYER_TYPES = ("linear_attention", "full_attention")
-TURNED_PART = 0.25  # of a head, where config.json does not say
+ROTATED_PART = 0.25  # of a head, where config.json does not say
 # Of images, whose places have three axes; those of text are alike on all of them.
 IMAGE_ROPE_KEYS = ("mrope_interleaved", "mrope_section")
 IMAGE_KEYS = (
@@ -90,7 +90,7 @@ class Qwen35MoeConfig(DecoderConfig):
         reader.require("attn_output_gate", True)
         reader.require("mamba_ssm_dtype", "float32")
         reader.require("output_gate_type", "swish")
-        part = TURNED_PART
+        part = ROTATED_PART
         rope = RopeConfig.from_hf(reader, default_part=part, ignored=IMAGE_ROPE_KEYS)
         return cls.read(
             reader,
@@ -170,15 +170,13 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router and a gated shared expert."""
         config = self.config
-        router = RouterTopK(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            act_fn="softmax",
-            renormalize=True,
+        router = build_router(
+            config.num_experts,
+            config.hidden_size,
+            RouterFormula(top_k=config.num_experts_per_tok, renormalize=True),
         )
         width = config.shared_expert_intermediate_size
-        shared = SharedExperts(config.hidden_size, width, 1, "silu", dtype, is_gated=True)
+        shared = build_shared(config.hidden_size, width, dtype, "silu", is_gated=True)
         return gated_moe(router, config.moe_intermediate_size, dtype, backend, shared)
 
 

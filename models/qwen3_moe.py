@@ -1,8 +1,8 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: an RMSNorm on each head of queries and keys before they are
-turned, and a softmax over all experts whose K largest weights are divided by their sum. A layer may
-be dense (`mlp_only_layers`, `decoder_sparse_step`); no published checkpoint has such layers.
+rotated, and a softmax over all experts whose K largest weights are divided by their sum. A layer
+may be dense (`mlp_only_layers`, `decoder_sparse_step`); no published checkpoint has such layers.
 Source: transformers, `models/qwen3_moe/modeling_qwen3_moe.py`; arXiv 2505.09388.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
@@ -21,7 +20,7 @@ from neuron_moe.models.decoder import (
     GroupedAttention,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -34,7 +33,9 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     split_layers,
 )
-from neuron_moe.spec import check_top_k
+from neuron_moe.moe import MoE
+from neuron_moe.router import Router
+from neuron_moe.spec import RouterFormula, check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +128,12 @@ class Model(DecoderModel):
         return gated_moe(softmax_router(config), size, dtype, backend, hidden_act=config.hidden_act)
 
 
-def softmax_router(config: Qwen3MoeConfig) -> RouterTopK:
+def softmax_router(config: Qwen3MoeConfig) -> Router:
     """Return the router of a sparse layer, in float32."""
-    return RouterTopK(
-        num_experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        hidden_size=config.hidden_size,
-        act_fn="softmax",
-        renormalize=config.norm_topk_prob,
+    return build_router(
+        config.num_experts,
+        config.hidden_size,
+        RouterFormula(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob),
     )
 
 

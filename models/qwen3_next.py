@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.decoder import DecoderModel, check_layer_types
 from neuron_moe.models.delta_net import DeltaNetSizes, GatedDeltaNet
@@ -21,7 +20,7 @@ from neuron_moe.models.layers import GatedMLP, OffsetRMSNorm
 from neuron_moe.models.qwen2_moe import GatedSharedConfig, build_feed_forward, gated_shared_map
 from neuron_moe.models.qwen3_5_moe import (
     LAYER_TYPES,
-    TURNED_PART,
+    ROTATED_PART,
     GatedAttention,
     attention_rules,
     prediction_names,
@@ -31,6 +30,7 @@ from neuron_moe.models.qwen3_5_moe import (
 from neuron_moe.models.qwen3_moe import read_experts
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_rules
+from neuron_moe.moe import MoE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Qwen3NextConfig(GatedSharedConfig):
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
-            rope=RopeConfig.from_hf(reader, default_part=TURNED_PART),
+            rope=RopeConfig.from_hf(reader, default_part=ROTATED_PART),
             attention_bias=False,
             sliding_window=None,
             layer_types=read_layer_types(reader),

@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe import MoE
+from neuron_moe.errors import check_positive_int
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import parse_config
-from neuron_moe.parallel import ParallelConfig
+from neuron_moe.moe import MoE
+from neuron_moe.parallel.collectives import SingleRank
+from neuron_moe.parallel.config import divisors
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import Tuning
+
+_MOST_RANKS = 128  # that a message names
 
 
 class RankLayer:
@@ -48,9 +52,15 @@ class RankLayer:
         self._layer.router.linear_router.to(torch.bfloat16)  # as routers are published
         self._tp, self._ep = tp, ep
         self._tuning = tuning or Tuning()
-        experts = self._layer.expert_mlps
-        spread = ParallelConfig(tp=tp, ep=ep)  # equal parts: what one rank takes stands for all
-        spread.check_experts(experts.spec.num_experts, experts.spec.intermediate_size)
+        experts = self._layer.expert_mlps.spec
+        for name, ranks, what in (("ep", ep, "num_experts"), ("tp", tp, "intermediate_size")):
+            size = getattr(experts, what)  # equal parts: what one rank takes stands for all
+            if size % check_positive_int(name, ranks):
+                fitting = [each for each in divisors(size) if each <= _MOST_RANKS]
+                raise ValueError(
+                    f"{name}={ranks}: must divide {what}={size}. Use one of"
+                    f" {', '.join(map(str, fitting))}."
+                )
 
     def parts(self, step: Step) -> LayerParts:
         """Return what a backend plans a step with."""
@@ -103,4 +113,6 @@ def _shared_share(shared: SharedExperts | None, ranks: int) -> SharedExperts | N
     if shared is None or shared.spec.intermediate_size % ranks:
         return shared
     spec = replace(shared.spec, intermediate_size=shared.spec.intermediate_size // ranks)
-    return SharedExperts(spec, dtype=torch.bfloat16, device="meta")
+    return SharedExperts(
+        spec, group=SingleRank("shared experts"), dtype=torch.bfloat16, device="meta"
+    )

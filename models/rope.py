@@ -41,7 +41,7 @@ class RopeConfig:
         low_freq_factor: rotations over the original context below which a frequency is divided.
         high_freq_factor: rotations above which it is kept.
         is_interleaved: pairs are neighbours, (2i, 2i + 1), not (i, i + D / 2).
-        part: of each head that is turned, from its front; the rest is left as it is.
+        part: of each head that is rotated, from its front; the rest is left as it is.
     """
 
     theta: float
@@ -232,21 +232,21 @@ def apply_rope(
     """Rotate pairs of every head, in float32; return x's dtype.
 
     Args:
-        x_USND: [U, S, N, D] queries or keys; the first 2d numbers of each head are turned.
+        x_USND: [U, S, N, D] queries or keys; the first 2d numbers of each head are rotated.
         cos_USd: [U, S, d] from `rope_tables`.
         sin_USd: [U, S, d].
         is_interleaved: pairs are (2i, 2i + 1), not (i, i + d).
     """
-    turned_size = 2 * cos_USd.shape[-1]
-    wide = x_USND[..., :turned_size].float()
+    rotated_size = 2 * cos_USd.shape[-1]
+    wide = x_USND[..., :rotated_size].float()
     first, second = (wide[..., 0::2], wide[..., 1::2]) if is_interleaved else wide.chunk(2, dim=-1)
     cos, sin = cos_USd[:, :, None], sin_USd[:, :, None]
-    turned = first * cos - second * sin, second * cos + first * sin
-    rotated = torch.stack(turned, dim=-1).flatten(-2) if is_interleaved else torch.cat(turned, -1)
+    halves = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(halves, dim=-1).flatten(-2) if is_interleaved else torch.cat(halves, -1)
     rotated = rotated.to(x_USND.dtype)
-    if turned_size == x_USND.shape[-1]:
+    if rotated_size == x_USND.shape[-1]:
         return rotated
-    return torch.cat((rotated, x_USND[..., turned_size:]), dim=-1)
+    return torch.cat((rotated, x_USND[..., rotated_size:]), dim=-1)
 
 
 def _llama3_frequencies(config: RopeConfig, frequency_d: Tensor) -> Tensor:

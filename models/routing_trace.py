@@ -25,10 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from neuron_moe import Routing
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.shipped import shipped_checkpoint
-from neuron_moe.router import Router, selection_margin, selection_scores
+from neuron_moe.router import Router, Routing, selection_margin, selection_scores
 
 _MAKE = "Make it with neuron-moe routing."
 _MOST_EXPERTS = 256  # of a uint8

@@ -7,7 +7,7 @@ expert-parallel groups, or over more ranks (`Spread.dense_tp`).
 Letters: E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from neuron_moe.errors import check_positive_int
 from neuron_moe.experts import RoutedExperts
-from neuron_moe.models.attention import CacheShape, StateShape
+from neuron_moe.models.attention import CacheShape
 from neuron_moe.models.dense_parts import DenseSplit, is_norm
 from neuron_moe.quantize import MXFP4_GROUP_SIZE
 from neuron_moe.router import Router
@@ -144,7 +144,10 @@ class DenseRule:
 
     def __init__(self, model: nn.Module, config: Any, spread: Spread) -> None:
         self._split = DenseSplit(
-            size=spread.dense, heads=config.num_attention_heads, kv_heads=_kv_heads(model)
+            size=spread.dense,
+            heads=config.num_attention_heads,
+            kv_heads=_kv_heads(model),
+            recurrent=getattr(config, "linear_attention", None),
         )
         self._whole = {
             name for attention in _attentions(model) for name in getattr(attention, "whole", ())
@@ -175,21 +178,15 @@ def state_bytes(model: nn.Module, spread: Spread, element_size: int) -> int:
 
     Args:
         model: may be on the meta device.
-        spread: channels and heads are cut over its ranks for what is no routed expert.
+        spread: heads are cut over its ranks for what is no routed expert.
         element_size: bytes of a number, of states that have no dtype of their own.
     """
-    states = (state for attention in _attentions(model) for state in _states_of(attention))
+    layers = (each for each in _attentions(model) if hasattr(each, "state_shapes"))
     return sum(
-        ceil(prod(state.sizes) / spread.dense)
-        * (element_size if state.dtype is None else state.dtype.itemsize)
-        for state in states
+        prod(state.sizes) * (element_size if state.dtype is None else state.dtype.itemsize)
+        for layer in layers
+        for state in layer.sizes.shared_by(spread.dense).state_shapes
     )
-
-
-def _states_of(attention: Any) -> Sequence[StateShape]:
-    """Return what a layer keeps of a sequence."""
-    found: Sequence[StateShape] = getattr(attention, "state_shapes", ())
-    return found
 
 
 def _attentions(model: nn.Module) -> list[Any]:

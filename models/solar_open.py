@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
@@ -23,8 +22,9 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS
+from neuron_moe.moe import MoE
 
-ROPE_THETA, TURNED_PART = 1000000.0, 1.0  # where config.json does not say
+ROPE_THETA, ROTATED_PART = 1000000.0, 1.0  # where config.json does not say
 BIASED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -41,7 +41,7 @@ class SolarOpenConfig(BiasedRoutingConfig):
         """
         reader = ConfigReader.of_family(config, "solar_open")
         reader.require("use_qk_norm", False)
-        part = TURNED_PART
+        part = ROTATED_PART
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),

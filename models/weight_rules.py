@@ -3,6 +3,7 @@
 Letters: E experts, H hidden, I intermediate.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -127,3 +128,12 @@ def split_layers(sparse: Sequence[int], num_layers: int) -> tuple[list[str], lis
         return ["{layer}"], []
     dense = (layer for layer in range(num_layers) if layer not in sparse)
     return [str(layer) for layer in sparse], [str(layer) for layer in dense]
+
+
+def limit_before_silu(limit: float) -> float:
+    """Return the clamp of a gate that clamps silu of it from above: silu of it is `limit` > 0."""
+    gate = limit
+    for _ in range(100):  # silu(x) = x / (1 + exp(-x)), so that x = limit (1 + exp(-x))
+        share = 1 + math.exp(-gate)
+        gate -= (gate / share - limit) / ((1 + gate * (1 - 1 / share)) / share)
+    return gate

@@ -1,6 +1,6 @@
 """Expert formulas in torch: gate and up projections in, the input of the down projection out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "leaky_relu": F.leaky_relu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "tanh": torch.tanh,
 }
+
+_OTHER_NAMES = {"gelu_pytorch_tanh": "gelu_tanh"}  # in config.json: ours
+HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
+
+
+def activation_of(hidden_act: str) -> str:
+    """Return our name of one of HIDDEN_ACTIVATIONS, which are named as in config.json."""
+    return _OTHER_NAMES.get(hidden_act, hidden_act)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -40,23 +49,35 @@ def activate(projected: Tensor, formula: ExpertFormula, *, in_place: bool = Fals
     Returns:
         [.., I] in the same dtype.
     """
-    dtype = projected.dtype
-    projected = at_least_float32(projected)
+    wide = at_least_float32(projected)
+    parts = wide.chunk(2, dim=-1) if formula.has_gate else (wide,)
+    return activate_parts(parts, formula, in_place=in_place).to(projected.dtype)
+
+
+def activate_parts(
+    parts: Sequence[Tensor], formula: ExpertFormula, *, in_place: bool = False
+) -> Tensor:
+    """Return the same of gate and up, or of up alone without a gate, [.., I] each of float32 or
+    float64, in their dtype.
+    """
     act = ACTIVATIONS[formula.activation]
     if not formula.has_gate:
-        up = _clamp(projected, formula.up_limits)
-        return act(_scale(up, formula.scale)).to(dtype)
-    gate, up = projected.chunk(2, dim=-1)
-    if in_place:
-        return _activate_in_place(gate, up, formula).to(dtype)
+        return act(_scale(_clamp(parts[-1], formula.up_limits), formula.scale))
+    gate, up = parts
+    if in_place and not formula.gate_softcap and not formula.up_softcap:
+        return _activate_in_place(gate, up, formula)
     gate = _clamp(gate, formula.gate_limits)
-    up = _clamp(up, formula.up_limits)
+    up = _softcap(_clamp(up, formula.up_limits), formula.up_softcap)
     activated = act(_scale(gate, formula.scale))
     if formula.gates_itself:
-        activated = gate * activated
+        activated = _softcap(gate, formula.gate_softcap) * activated
     if formula.up_offset:
         up = up + formula.up_offset
-    return (activated * up).to(dtype)
+    return activated * up
+
+
+def _softcap(value: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(value / cap) if cap else value
 
 
 def _activate_in_place(gate: Tensor, up: Tensor, formula: ExpertFormula) -> Tensor:

@@ -1,5 +1,6 @@
 """Errors about what a caller passed in, and the words they share."""
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -56,6 +57,13 @@ def names_its_keys(cls: type[T]) -> type[T]:
     return cls
 
 
+def refuse(refused: Iterable[tuple[object, str]]) -> None:
+    """Raise ValueError with the first message whose condition holds."""
+    for is_refused, message in refused:
+        if is_refused:
+            raise ValueError(message)
+
+
 def check_instance(name: str, value: object, kind: type[T]) -> T:
     """Return `value` if it is a `kind`; raise WrongTypeError otherwise."""
     if not isinstance(value, kind):
@@ -63,6 +71,17 @@ def check_instance(name: str, value: object, kind: type[T]) -> T:
             f"{name}: must be a {kind.__name__}, not {type(value).__name__}. Build one and pass it."
         )
     return value
+
+
+def attributes_of(name: str, kind: type[Any], given: object) -> dict[str, Any]:
+    """Return the attributes of an object that `kind` has as fields; WrongTypeError if none."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    found = {each: getattr(given, each) for each in names if hasattr(given, each)}
+    if not found:
+        raise WrongTypeError(
+            f"{name}: must be a {kind.__name__}, not {type(given).__name__}. Build one and pass it."
+        )
+    return found
 
 
 def check_finite(name: str, value: object) -> None:

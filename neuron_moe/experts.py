@@ -26,6 +26,7 @@ from neuron_moe.choices import (
 )
 from neuron_moe.device import is_exporting, is_traced
 from neuron_moe.errors import check_instance, check_positive_int
+from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement
@@ -56,10 +57,12 @@ class RoutedExperts(PlannedModule):
         tuning: how kernels go about it.
         backend: name of the backend, or a backend.
         compat: None for our dispatch rules, 'nxd' for NxD's.
-        groups: ranks that share the experts, for 'prefill' and 'decode'; default: one rank.
+        groups: ranks that share the experts, for 'prefill' and 'decode'; default: those of
+            `parallel_state`.
         placement: which expert sits where, with replicas; default: equal runs, and replicas of the
             first experts where they do not divide by the ranks.
-        shares_phases: let one phase compute with a part of what the other stores.
+        shares_phases: let one phase compute with a part of what the other stores; without groups
+            as they were planned.
         dtype: dtype of the weights.
         device: where they live.
         init_methods: how the first and the down projections are drawn.
@@ -90,8 +93,13 @@ class RoutedExperts(PlannedModule):
         self.dtype = dtype
         self.backend: Backend = get_backend(backend)
         self.compat = compat
-        alone = {phase: ExpertGroups.of(None, None) for phase in ("prefill", "decode")}
-        self.groups = dict(groups or alone)
+        if groups is None:
+            shares_phases = parallel_state.phases_share_weights()
+            groups = {
+                phase: parallel_state.resolve_expert_groups(None, None, phase, None)
+                for phase in ("prefill", "decode")
+            }
+        self.groups = dict(groups)
         num_ranks = math.lcm(*(each.ep.size for each in self.groups.values()))
         if placement is None and spec.num_experts % num_ranks:
             placement = ExpertPlacement.contiguous(spec.num_experts, num_ranks)
@@ -144,7 +152,15 @@ class RoutedExperts(PlannedModule):
     def first_expert(self, phase: str) -> int | Tensor:
         """Return the number, of all physical experts, of this rank's first; as data ([] int32)
         where one graph serves all ranks.
+
+        Raises:
+            ValueError: it does, and no weight says which rank this is.
         """
+        if self.groups["decode" if phase in DECODE_PHASES else "prefill"].ep.is_traced:
+            raise ValueError(
+                "experts split over ranks in one graph for all ranks: which rank has which must"
+                " come from data. Build them with ExpertMLPsV2."
+            )
         return self.shards.of(phase).local_experts(self.num_physical).start
 
     def local_load(self, phase: str = "prefill") -> list[int] | None:

@@ -10,24 +10,41 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.choices import check_mask_values, drop_padding
 from neuron_moe.device import is_traced
 from neuron_moe.dispatch import (
+    Beside,
     Dispatch,
     Entered,
     Own,
     Rows,
     TokenBatch,
-    TokenShuffle,
     build_dispatches,
+    build_shuffle,
 )
-from neuron_moe.errors import check_choice, check_instance
+from neuron_moe.errors import (
+    WeightError,
+    check_choice,
+    check_instance,
+    names_its_keys,
+)
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
-from neuron_moe.parallel.collectives import Collectives
+from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.latent import BesideLatents, Identities, Latent
+from neuron_moe.layer_checks import (
+    check_group,
+    check_parts,
+    check_sequence_dimension,
+    check_sequences,
+    remarks_of,
+)
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.collectives import Collectives, as_collectives
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.passes import OwedLosses
 from neuron_moe.paths import DECODE_PHASES, PHASES
@@ -35,7 +52,7 @@ from neuron_moe.plan import Forms, LayerParts, Plan, PlannedModule, Step, phase_
 from neuron_moe.router import Router, Routing
 from neuron_moe.router_losses import LossTokens, RouterLosses, router_losses
 from neuron_moe.shared_experts import SharedExperts
-from neuron_moe.spec import LayerOptions
+from neuron_moe.weights.checks import before_load
 
 
 class MoEOutput(NamedTuple):
@@ -82,26 +99,49 @@ _Output = tuple[Tensor, Tensor | None, Tensor | None]
 """Output, logits and choices of the tokens that this rank was given."""
 
 
+@names_its_keys
 class MoE(PlannedModule):
-    """One MoE layer, as one rank holds it.
+    """One MoE layer, as one rank holds it; the arguments are NxD's.
 
     Args:
         router: chooses experts for each token.
         expert_mlps: the routed experts.
         shared_experts: experts every token takes, or None.
         rmsnorm: norm in front of router and experts, or None; see `take_frame`.
-        options: what it takes and gives beside its output.
-        model_group: ranks over which outputs are summed, all that hold experts; default: those of
-            the experts.
-        shuffle: exchanges tokens between ranks first, and back at the end; or None.
+        sequence_parallel_enabled: the input is this rank's part of each sequence, parts of
+            different length allowed; the router sees the own tokens only.
+        sequence_dimension: axis that sequence parallelism splits (default 1 of [B, S, H]; 0 for
+            [S, B, H]).
+        return_router_logits: return the logits.
+        return_expert_index: return the choices.
+        token_shuffle_group_size: ranks that exchange tokens at random first, and back at the end;
+            1 is none.
+        token_shuffle_seed: seed of that exchange.
+        tensor_model_parallel_group: ranks over which outputs are summed, all that hold experts;
+            default: those of the experts.
+        init_tkg_module: NxD's fused decode module, which takes a tkg_config; here fused decode is
+            one plan of the layer.
+        tkg_config: its switches.
+        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+        latent: projections around the routed experts, or None.
 
     Attributes:
         losses: values of the router's auxiliary losses in the last step, see `use_router_losses`.
         owed_losses: their sums that `auxiliary_loss` has still to take.
+        adds_input: the input, before its norm, is added to the output, see `take_frame`.
+        must_load: a state dict that lacks a weight is refused also with strict=False.
+        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        moe_fused_tkg: None; fused decode is one plan of this layer.
+        shuffle_permutation: None; the exchange of tokens keeps its own.
 
     Raises:
         ValueError: router and experts disagree on a size, or groups do not fit together.
     """
+
+    adds_input: bool = False
+    must_load: bool = False
+    moe_fused_tkg = None
+    shuffle_permutation = None
 
     def __init__(
         self,
@@ -109,27 +149,106 @@ class MoE(PlannedModule):
         expert_mlps: RoutedExperts,
         shared_experts: SharedExperts | None = None,
         rmsnorm: nn.Module | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        return_router_logits: bool = False,
+        return_expert_index: bool = False,
+        token_shuffle_group_size: int = 1,
+        token_shuffle_seed: int | None = None,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        init_tkg_module: bool = False,
+        tkg_config: MoEFusedTKGConfig | None = None,
         *,
-        options: LayerOptions | None = None,
-        model_group: Collectives | None = None,
-        shuffle: TokenShuffle | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        latent: Latent | None = None,
     ) -> None:
         super().__init__()
         check_instance("router", router, Router)
         check_instance("expert_mlps", expert_mlps, RoutedExperts)
-        _check_sizes(router, expert_mlps, shared_experts)
+        if router.spec.table_size and token_shuffle_group_size > 1:
+            raise ValueError(
+                f"table_size={router.spec.table_size}: a table of token ids chooses, which are not"
+                " shuffled with the tokens. Use token_shuffle_group_size=1."
+            )
+        expert_mlps.backend.check(expert_mlps.spec, router.spec)
         self.router = router
         self.expert_mlps = expert_mlps
         self.shared_experts = shared_experts
         self.rmsnorm = rmsnorm
-        self.options = options or LayerOptions()
-        self.shuffle = shuffle
-        self.use_groups(
-            {phase: each.summed_over(model_group) for phase, each in expert_mlps.groups.items()}
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.return_router_logits = return_router_logits
+        self.return_expert_index = return_expert_index
+        self.token_shuffle_group_size = token_shuffle_group_size
+        self.token_shuffle_seed = token_shuffle_seed
+        self.tensor_model_parallel_group = tensor_model_parallel_group
+        self.init_tkg_module = init_tkg_module
+        self.tkg_config = None if tkg_config is None else MoEFusedTKGConfig.of(tkg_config)
+        self.reduce_dtype = reduce_dtype
+        self.latent = latent
+        check_parts(router, expert_mlps, shared_experts, latent)
+        check_sequences(
+            router,
+            expert_mlps,
+            is_parallel=sequence_parallel_enabled,
+            axis=self.sequence_axis,
         )
+        self.remarks = remarks_of(
+            router,
+            shared_experts,
+            self.tkg_config,
+            expert_mlps.backend.name,
+            init_tkg_module=init_tkg_module,
+            unused_seed=token_shuffle_seed if token_shuffle_group_size == 1 else None,
+        )
+        self.shuffle = build_shuffle(token_shuffle_group_size, token_shuffle_seed)
+        group = tensor_model_parallel_group
+        model = None if group is None else as_collectives(group, "model")
+        self.use_groups(
+            {phase: each.summed_over(model) for phase, each in expert_mlps.groups.items()}
+        )
+        check_group(router, self.groups["prefill"].model)
+        if self.tkg_config is not None and expert_mlps.backend.name == "nki":
+            normalizes = router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
+            self.tkg_config.check(has_shared=shared_experts is not None, normalizes=normalizes)
         self.router_losses: RouterLosses | None = None
         self.losses: dict[str, Tensor] = {}
         self.owed_losses = OwedLosses()
+        before_load(self, _before_load)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set; what says how sequences come in is checked."""
+        if name == "sequence_dimension":
+            check_sequence_dimension(value)
+        super().__setattr__(name, value)
+
+    @property
+    def sequence_axis(self) -> int:
+        """The axis that sequence parallelism splits."""
+        return 1 if self.sequence_dimension is None else self.sequence_dimension
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether the model's experts are split by its main groups."""
+        return parallel_state.get_expert_model_parallel_size() > 1
+
+    @property
+    def tensor_parallel_group(self) -> ProcessGroup | None:
+        """The ranks over which outputs are summed; None for one rank."""
+        given = self.tensor_model_parallel_group
+        return parallel_state.get_world_group() if given is None else given
+
+    @property
+    def presharded(self) -> bool | None:
+        """What a state dict that NxD's preshard hooks have rewritten is, see `ExpertMLPsV2`."""
+        found: bool | None = getattr(self.expert_mlps, "presharded", None)
+        return found
+
+    @presharded.setter
+    def presharded(self, undo: bool | None) -> None:
+        for part in (self.expert_mlps, self.shared_experts):
+            if part is not None:
+                part.presharded = undo
 
     def use_groups(self, groups: Mapping[str, ExpertGroups]) -> None:
         """Communicate through these groups of the layer's ranks, for 'prefill' and 'decode'.
@@ -142,7 +261,7 @@ class MoE(PlannedModule):
             self.groups,
             self.expert_mlps.num_physical,
             self.shared_experts,
-            self.options.reduce_dtype,
+            self.reduce_dtype,
             self.shuffle,
         )
 
@@ -162,7 +281,7 @@ class MoE(PlannedModule):
         Raises:
             ValueError: the loss of sequences is asked for where tokens are of no sequence.
         """
-        is_mixed = self.shuffle is not None or self.options.sequence_dimension == 0
+        is_mixed = self.shuffle is not None or self.sequence_axis == 0
         if weights is not None and weights.sequence and is_mixed:
             raise ValueError(
                 f"sequence={weights.sequence:g}: this layer shuffles tokens or takes them as [S, B,"
@@ -180,6 +299,7 @@ class MoE(PlannedModule):
         residual: Tensor | None = None,
         *,
         phase: str | None = None,
+        token_ids: Tensor | None = None,
     ) -> MoEOutput:
         """Compute the layer.
 
@@ -191,12 +311,15 @@ class MoE(PlannedModule):
             residual: [B, S, H] added to the input first; the sum is returned as the last field.
             phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
+            token_ids: [B, S], in the order of hidden_states, for a router with a table of them.
         """
         hidden_states, residual = _add_residual(
             hidden_states, residual, self.router.spec.hidden_size
         )
         phase = "speculation" if is_speculative_decoding else phase
         batch = self._batch(hidden_states, padding_mask, phase)
+        if self.router.spec.table_size and token_ids is not None:
+            batch = batch._replace(token_ids=token_ids.reshape(-1))
         dispatch = self.dispatch(batch.phase, batch.is_sequence_part)
         batch = dispatch.tokens(batch, self._settings)
         plan, num_tokens = None, sum(batch.lengths)
@@ -206,7 +329,7 @@ class MoE(PlannedModule):
         run = self._run_fused if plan is not None and plan.is_fused else self._run
         output_TH, logits_TE, index_TK = run(plan, dispatch, batch)
         output = output_TH.view(hidden_states.shape)
-        if self.options.adds_input and (plan is None or not plan.adds_input):
+        if self.adds_input and (plan is None or not plan.adds_input):
             output = hidden_states + output
         return self._result(output, logits_TE, index_TK, residual)
 
@@ -219,7 +342,7 @@ class MoE(PlannedModule):
             norm: stays a part of the module that it belongs to: this one does not list it.
         """
         self.__dict__["rmsnorm"] = norm
-        self.options = replace(self.options, adds_input=True)
+        self.adds_input = True
 
     def _result(
         self,
@@ -230,9 +353,9 @@ class MoE(PlannedModule):
     ) -> MoEOutput:
         """Return the tuple of what was asked for."""
         fields = {"output": output}
-        if self.options.returns_logits and logits_TE is not None:
+        if self.return_router_logits and logits_TE is not None:
             fields["router_logits"] = logits_TE
-        if self.options.returns_index and index_TK is not None:
+        if self.return_expert_index and index_TK is not None:
             fields["expert_index"] = index_TK.to(torch.int64)
         if residual is not None:
             fields["residual"] = residual
@@ -245,10 +368,33 @@ class MoE(PlannedModule):
         num_rows = entered.rows.hidden_TH.shape[0]
         if plan is not None and num_rows not in (0, plan.step.tokens):
             plan = self.plan(plan.step._replace(rows=num_rows))
-        partial_NH = self.expert_mlps.compute(plan, *entered.rows)
-        output_TH, routing = dispatch.leave(partial_NH, entered, self.shared_experts)
+        rows, latent = entered.rows, self.latent
+        if latent is not None:
+            rows = rows._replace(hidden_TH=latent.enter(rows.hidden_TH))
+        partial_NH = self.expert_mlps.compute(plan, *rows)
+        beside: Beside | None = self.shared_experts
+        if self.router.spec.num_identity:
+            assert entered.routing is not None
+            beside = Identities(self._identity_factors(entered.routing))
+        if latent is None:
+            output_TH, routing = dispatch.leave(partial_NH, entered, beside)
+        else:
+            width = latent.spec.latent_size
+            if beside is not None:  # one sum over ranks for both
+                beside = BesideLatents(beside, width)
+                partial_NH = nn.functional.pad(partial_NH, (0, latent.spec.hidden_size))
+            both, routing = dispatch.leave(partial_NH, entered, beside)
+            output_TH = latent.leave(both[:, :width])
+            if beside is not None:
+                output_TH = output_TH + both[:, width:]
         assert routing is not None
         return output_TH, routing.router_logits_TE, routing.expert_index_TK
+
+    def _identity_factors(self, routing: Routing) -> Tensor:
+        """Return the sum of the affinities of each token's identities, [t, 1]."""
+        is_identity_TK = routing.expert_index_TK >= self.router.spec.num_experts
+        factor_T1: Tensor = (routing.expert_affinities_TK * is_identity_TK).sum(1, keepdim=True)
+        return factor_T1
 
     def _choose(
         self, plan: Plan | None, dispatch: Dispatch, batch: TokenBatch, own: Own
@@ -258,13 +404,23 @@ class MoE(PlannedModule):
         if mask is not None and self.training and torch.is_grad_enabled():
             own_TH = own_TH.where(mask.reshape(-1, 1) != 0, 0.0)  # 0 * NaN would reach weights
         own_TH = self._normed(plan, own_TH)
-        own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
+        spec = self.router.spec
+        if spec.table_size:
+            routing = self.router(own_TH, token_ids=own.token_ids)
+        elif plan is None:
+            routing = self.router(own_TH)
+        else:
+            own_TH, routing = plan.enter(own_TH)
         if self.router_losses is not None and self.training:
             self._owe_losses(routing, mask, dispatch.loss_tokens(batch))
-        experts.check_hidden(own_TH)
+        if self.latent is None:
+            experts.check_hidden(own_TH)
+        index_TK = routing.expert_index_TK
+        if spec.num_identity:
+            index_TK = index_TK.masked_fill(index_TK >= spec.num_experts, NO_EXPERT)
         chosen = experts.select(
             routing.expert_affinities_TK,
-            routing.expert_index_TK,
+            index_TK,
             mask,
             drops=plan is not None and plan.path == "capacity",
             first_token=own.first_token,
@@ -315,8 +471,8 @@ class MoE(PlannedModule):
         self, hidden_states: Tensor, padding_mask: Tensor | None, phase: str | None
     ) -> TokenBatch:
         """Return the tokens this rank was given, checked."""
-        is_part = self.options.is_sequence_parallel and phase is None
-        axis = self.options.sequence_dimension if is_part else 1
+        is_part = self.sequence_parallel_enabled and phase is None
+        axis = self.sequence_axis if is_part else 1
         if padding_mask is not None:
             padding_mask = _check_mask(padding_mask, hidden_states, axis, is_part=is_part)
         # Parts of [S, B, H] are whole runs of tokens already; shuffled tokens are of no sequence.
@@ -353,25 +509,41 @@ class MoE(PlannedModule):
         check_choice("phase", phase, PHASES)
         self._make_ready(*Step(phase, tokens, has_padding, self._is_part(phase)))
 
+    @property
+    def _fuses_decode(self) -> bool | None:
+        """False: decode is never one launch; True: a step that cannot be is refused."""
+        return None if self.tkg_config is None else self.tkg_config.moe_fused_kernel_enabled
+
     def _is_part(self, phase: str) -> bool:
         """Say whether tokens of a phase come as this rank's part of a sequence."""
-        return self.options.is_sequence_parallel and phase == "prefill"
+        return self.sequence_parallel_enabled and phase == "prefill"
 
     def parts(self, step: Step, forms: Forms | None = None) -> LayerParts:
         """Return what a backend plans with."""
         experts = self.expert_mlps
         return replace(
             experts.parts(step.phase, forms),
-            router=self.router,
-            norm=self.rmsnorm,
+            # Where a table chooses, torch routes, and back ends plan experts on their own.
+            router=None if self.router.spec.table_size else self.router,
+            norm=None if self.router.spec.table_size else self.rmsnorm,
             shared=self.shared_experts,
-            returns_routing=self.options.returns_index or experts.expert_load_E is not None,
+            returns_routing=self.return_expert_index or experts.expert_load_E is not None,
             why_apart=self._why_apart(step),
-            fuses_decode=self.options.fuses_decode,
-            needs_quantized=self.options.needs_quantized,
-            adds_input=self.options.adds_input and self._model(step).size == 1,
-            remarks=self.options.remarks,
+            fuses_decode=self._fuses_decode,
+            needs_quantized=self.tkg_config is not None and self.tkg_config.quantized,
+            adds_input=self.adds_input and self._model(step).size == 1,
+            remarks=self.remarks + self._told_apart(),
         )
+
+    def _told_apart(self) -> tuple[str, ...]:
+        """Return a sentence for each part that torch computes whatever the back end."""
+        spec, latent = self.router.spec, self.latent
+        told = (
+            (spec.table_size, "router: torch, which looks up a table of token ids"),
+            (spec.num_identity, f"{spec.num_identity} identity experts: torch, behind the others"),
+            (latent is not None, "latents of the experts: torch projects into and out of them"),
+        )
+        return tuple(text for is_told, text in told if is_told)
 
     def _model(self, step: Step) -> Collectives:
         """Return the ranks over which the output of a step is summed."""
@@ -389,12 +561,13 @@ class MoE(PlannedModule):
                 "shared experts would be laid out anew in every step of the traced graph",
             ),
             (experts.placement is not None, "experts are placed or replicated by load"),
+            (bool(self._told_apart()), "; ".join(self._told_apart())),
             (
                 experts.spec.normalizes_affinities,
                 "affinities are normalised after routing; RouterTopK(renormalize=True) in place of"
                 " normalize_top_k_affinities does it in the router",
             ),
-            (self.options.returns_logits, "logits are returned, which it keeps on chip"),
+            (self.return_router_logits, "logits are returned, which it keeps on chip"),
             (
                 shared is not None
                 and (shared.whole_on_each_rank or shared.group.size != self._model(step).size),
@@ -416,10 +589,10 @@ class MoE(PlannedModule):
             "rmsnorm": norm,
             "weights of the rmsnorm": None if norm is None else _digest(norm),
             "rmsnorm_eps": _epsilon(norm),
-            "reduce_dtype": self.options.reduce_dtype,
-            "sequence_dimension": self.options.sequence_dimension,
-            "fuses_decode": self.options.fuses_decode,
-            "adds_input": self.options.adds_input,
+            "reduce_dtype": self.reduce_dtype,
+            "sequence_dimension": self.sequence_axis,
+            "fuses_decode": self._fuses_decode,
+            "adds_input": self.adds_input,
             "token_shuffle": None if self.shuffle is None else self.shuffle.group.size,
             "backend": experts.backend.name,
             "compat": experts.compat,
@@ -535,17 +708,17 @@ def _check_mask(mask: Tensor, hidden_states: Tensor, axis: int, *, is_part: bool
     return mask.t() if axis == 0 and mask.ndim == 2 else mask
 
 
-def _check_sizes(router: Router, experts: RoutedExperts, shared: SharedExperts | None) -> None:
-    """Raise ValueError unless the parts of a layer fit together."""
-    for name in ("num_experts", "top_k", "hidden_size"):
-        ours, theirs = getattr(router.spec, name), getattr(experts.spec, name)
-        if ours != theirs:
-            raise ValueError(
-                f"{name}: the router has {ours}, the experts have {theirs}."
-                " Build both from the same sizes."
-            )
-    if shared is not None and shared.spec.hidden_size != router.spec.hidden_size:
-        raise ValueError(
-            f"hidden_size: the router has {router.spec.hidden_size}, the shared experts have"
-            f" {shared.spec.hidden_size}. Build both from the same sizes."
+def _before_load(layer: MoE, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Drop what NxD's fused decode adds; refuse a state dict that would leave a weight random."""
+    copies = f"{prefix}moe_fused_tkg."  # the same weights again
+    for name in [name for name in state_dict if name.startswith(copies)]:
+        del state_dict[name]
+    state_dict.pop(f"{prefix}router.weight_T", None)
+    parts = ("router.", "expert_mlps.", "shared_experts.")
+    names = [prefix + name for name in layer.state_dict() if name.startswith(parts)]
+    missing = [name for name in names if name not in state_dict] if layer.must_load else []
+    if missing:
+        raise WeightError(
+            f"{missing[0]}: is not in the state dict, nor are {len(missing) - 1} others of this"
+            " layer, which would stay random. Check the names of the checkpoint's tensors."
         )

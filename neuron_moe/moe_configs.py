@@ -1,8 +1,8 @@
 """NxD's module name for the configurations, so that import lines carry over."""
 
+from neuron_moe.fused_decode import MoEFusedTKGConfig
 from neuron_moe.nxd_compat.configs import (
     BlockwiseMatmulConfig,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
     RouterConfig,
 )

@@ -122,10 +122,11 @@ class LayerParts:
         shared: shared experts of this rank, or None.
         returns_routing: choices are wanted from a plan for the whole layer.
         why_apart: why one launch cannot compute the whole layer, '' if it may.
-        fuses_decode: as of LayerOptions.
-        needs_quantized: as of LayerOptions.
-        adds_input: as of LayerOptions, where no sum over ranks comes after the launch.
-        remarks: as of LayerOptions.
+        fuses_decode: False: decode is never one launch; True: a step that cannot be is refused.
+        needs_quantized: plain expert weights are refused in decode.
+        adds_input: the residual stream comes in and goes out, and no sum over ranks comes after
+            the launch.
+        remarks: sentences for `explain()` about what was asked for and changes nothing.
         forms: where forms of the weights are kept.
     """
 

@@ -2,16 +2,16 @@
 
 from neuron_moe import routing
 from neuron_moe.blocks import BlockMapping, build_block_mapping, num_blocks
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
-from neuron_moe.moe import MoEOutput
+from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.moe import MoE, MoEOutput
 from neuron_moe.nxd_compat import (
     BlockShardStrategy,
     BlockwiseMatmulConfig,
     ExpertMLPsV2,
     GLUType,
     GroupLimitedRouter,
-    MoE,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
     RouterConfig,
     RouterTopK,
@@ -19,7 +19,15 @@ from neuron_moe.nxd_compat import (
 )
 from neuron_moe.parallel import parallel_state
 from neuron_moe.paths import Decision, choose_path
-from neuron_moe.router import Routing
+from neuron_moe.router import Router, Routing
+from neuron_moe.spec import (
+    ExpertFormula,
+    ExpertSpec,
+    RouterFormula,
+    RouterSpec,
+    SharedSpec,
+    Tuning,
+)
 from neuron_moe.weights import Experts
 
 __all__ = [
@@ -27,7 +35,9 @@ __all__ = [
     "BlockShardStrategy",
     "BlockwiseMatmulConfig",
     "Decision",
+    "ExpertFormula",
     "ExpertMLPsV2",
+    "ExpertSpec",
     "Experts",
     "Explanation",
     "GLUType",
@@ -35,11 +45,17 @@ __all__ = [
     "MoE",
     "MoEFusedTKGConfig",
     "MoEOutput",
+    "RoutedExperts",
     "RoutedExpertsMLPOpsConfig",
+    "Router",
     "RouterConfig",
+    "RouterFormula",
+    "RouterSpec",
     "RouterTopK",
     "Routing",
     "SharedExperts",
+    "SharedSpec",
+    "Tuning",
     "build_block_mapping",
     "choose_path",
     "num_blocks",

@@ -9,6 +9,8 @@ of weights and hidden states; float64 hidden states are routed in float64.
 | Llama4 | sigmoid | logits | sigmoid | scales the expert input |
 | Qwen3-MoE, Mixtral, DBRX | softmax over all | logits | probability | / sum of k |
 | DeepSeek-V3, GLM, Kimi | sigmoid | score + bias, in expert groups | score | / sum of k, x scale |
+| DeepSeek-V4 | sqrt(softplus) | score + bias, or a table of token ids | score | the same |
+| LongCat | softmax over all, identities too | score + bias | probability | x scale |
 
 Axes: T tokens, E experts, K experts per token, H hidden, G expert groups.
 """
@@ -94,9 +96,9 @@ def route(
         if index_TK is None:
             _, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
         chosen_TK = logits_TE.gather(1, index_TK)
-        affinities_TK = _activate(chosen_TK, formula.act_fn)
+        affinities_TK = activate(chosen_TK, formula.act_fn)
     else:
-        scores_TE = _activate(logits_TE, formula.act_fn)
+        scores_TE = activate(logits_TE, formula.act_fn)
         if index_TK is None:
             ranked_TE = _rank(logits_TE, scores_TE.detach(), formula, selection_bias_E)
             _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
@@ -117,7 +119,7 @@ def selection_scores(
     logits_TE = at_least_float32(router_logits_TE)
     if formula.act_over_topk:
         return logits_TE
-    return _rank(logits_TE, _activate(logits_TE, formula.act_fn), formula, selection_bias_E)
+    return _rank(logits_TE, activate(logits_TE, formula.act_fn), formula, selection_bias_E)
 
 
 def selection_margin(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -138,8 +140,8 @@ def _rank(
 ) -> Tensor:
     """Return what ranks experts where the activation comes before the choice.
 
-    Both activations are monotone: without a bias or groups, logits rank alike and never saturate
-    into ties.
+    Activations are monotone: without a bias or groups, logits rank alike and never saturate into
+    ties.
     """
     if selection_bias_E is None and formula.n_group == 1:
         return logits_TE
@@ -154,8 +156,20 @@ def _keep_float32(router: "Router", _incompatible: object) -> None:
         bias_E.data = bias_E.to(torch.float32)
 
 
-def _activate(scores: Tensor, act_fn: str) -> Tensor:
+def activate(scores: Tensor, act_fn: str) -> Tensor:
+    """Return scores of logits [.., E], by one of ROUTER_ACTIVATIONS."""
+    if act_fn == "sqrtsoftplus":
+        return nn.functional.softplus(scores).sqrt()
     return torch.softmax(scores, dim=-1) if act_fn == "softmax" else torch.sigmoid(scores)
+
+
+def _join_repeated(routing: Routing) -> Routing:
+    """Give an expert that a table names twice the weight of both, and the second choice nobody."""
+    logits_TE, affinities_TK, index_TK = routing
+    same_TKK = index_TK.unsqueeze(2) == index_TK.unsqueeze(1)
+    is_later_TK = same_TKK.tril(-1).any(2)
+    joined_TK = (affinities_TK.unsqueeze(1) * same_TKK).sum(2).masked_fill(is_later_TK, 0.0)
+    return Routing(logits_TE, joined_TK, index_TK.masked_fill(is_later_TK, -1))
 
 
 class Router(nn.Module):
@@ -163,7 +177,8 @@ class Router(nn.Module):
 
     State dict: `linear_router.weight` [E, H], `linear_router.bias` [E] if the spec has a bias, and
     `e_score_correction_bias` [E] float32 if it has a selection bias: a buffer, since no optimizer
-    moves it, and no mixed precision may round it.
+    moves it, and no mixed precision may round it; `expert_table` [V, K] int64 if a table chooses.
+    Identities count among the E.
 
     Args:
         spec: sizes and formula.
@@ -178,6 +193,7 @@ class Router(nn.Module):
 
     forces_balance: bool = False
     e_score_correction_bias: Tensor | None
+    expert_table: Tensor | None
 
     def __init__(
         self,
@@ -198,15 +214,20 @@ class Router(nn.Module):
         self.jitter_eps = jitter_eps
         self.linear_router = nn.Linear(
             spec.hidden_size,
-            spec.num_experts,
+            spec.num_classes,
             bias=spec.formula.has_bias,
             dtype=dtype,
             device=device,
         )
         bias_E = None
         if spec.formula.has_selection_bias:
-            bias_E = torch.zeros(spec.num_experts, dtype=torch.float32, device=device)
+            bias_E = torch.zeros(spec.num_classes, dtype=torch.float32, device=device)
         self.register_buffer("e_score_correction_bias", bias_E)
+        table_VK = None
+        if spec.table_size:
+            where = torch.get_default_device() if device is None else torch.device(device)
+            table_VK = take_turns(spec.table_size, spec.num_experts, spec.top_k, where)
+        self.register_buffer("expert_table", table_VK)
         refuse_wrong_weights(self)
         self.register_load_state_dict_post_hook(_keep_float32)  # type: ignore[no-untyped-call]
 
@@ -240,7 +261,7 @@ class Router(nn.Module):
 
     @property
     def act_fn(self) -> str:
-        """'softmax' or 'sigmoid'."""
+        """One of ROUTER_ACTIVATIONS."""
         return self.spec.formula.act_fn
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
@@ -264,15 +285,26 @@ class Router(nn.Module):
                 return nn.functional.linear(hidden_TH, weight_EH, bias_E)
         return nn.functional.linear(hidden_TH, weight_EH, bias_E)
 
-    def forward(self, hidden_states: Tensor) -> Routing:
-        """Route [.., H] hidden states; leading axes are flattened to T."""
+    def forward(self, hidden_states: Tensor, *, token_ids: Tensor | None = None) -> Routing:
+        """Route [.., H] hidden states; leading axes are flattened to T.
+
+        Args:
+            hidden_states: of T tokens.
+            token_ids: theirs, which a table needs; [..] of any integer type.
+        """
         logits_TE = self.get_router_logits(hidden_states)
-        return route(
-            logits_TE,
-            self.spec.formula,
-            self.e_score_correction_bias,
-            forced_index_TK=self.choose(logits_TE),
+        forced_TK = self.choose(logits_TE)
+        if self.expert_table is not None:
+            if token_ids is None or token_ids.numel() != logits_TE.shape[0]:
+                raise ValueError(
+                    f"token_ids: a table of {self.spec.table_size} token ids chooses the experts,"
+                    f" must be one for each of the {logits_TE.shape[0]} tokens. Pass token_ids."
+                )
+            forced_TK = self.expert_table[token_ids.reshape(-1).long()]
+        found = route(
+            logits_TE, self.spec.formula, self.e_score_correction_bias, forced_index_TK=forced_TK
         )
+        return found if self.expert_table is None else _join_repeated(found)
 
     def choose(self, logits_TE: Tensor) -> Tensor | None:
         """Return [T, K] int64 experts that are taken whatever the scores, or None."""

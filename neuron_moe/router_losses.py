@@ -26,7 +26,7 @@ from torch.nn import functional
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.errors import check_finite
 from neuron_moe.passes import OwedLosses
-from neuron_moe.router import Routing
+from neuron_moe.router import Routing, activate
 
 OverRanks = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks that hold other tokens."""
@@ -55,6 +55,34 @@ class RouterLosses:
             check_finite(field.name, value)
             if value < 0:
                 raise ValueError(f"{field.name}={value}: must be 0 or more. Use 0 to leave it out.")
+
+    @classmethod
+    def named(cls, formula: str, weight: float, top_k: int) -> "RouterLosses":
+        """Return the weights with which a layer has the loss of another library or paper.
+
+        Args:
+            formula: 'deepseek' (V3's, within sequences), 'switch' (over all tokens), 'transformers'
+                (`load_balancing_loss_func` of one layer), 'st_moe' (z-loss).
+            weight: that its coefficient has there.
+            top_k: K of the router.
+
+        Raises:
+            ValueError: an unknown formula; torchtitan's, which is no loss.
+        """
+        if formula == "torchtitan":
+            raise ValueError(
+                "formula='torchtitan': has no loss, it moves selection biases against the load."
+                " Call neuron_moe.train.balance.step_selection_biases instead."
+            )
+        known = {
+            "deepseek": {"sequence": weight},
+            "switch": {"balance": weight},
+            "transformers": {"balance": top_k * weight},
+            "st_moe": {"z": weight},
+        }
+        if formula not in known:
+            raise ValueError(f"formula={formula!r}: must be one of {', '.join(known)}.")
+        return cls(**known[formula])
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -86,7 +114,7 @@ def router_losses(
 
     Args:
         routing: of the own tokens; a token whose first choice is -1 is padding.
-        act_fn: 'softmax' or 'sigmoid', as the router has it.
+        act_fn: as the router has it.
         weights: of the losses.
         tokens: which tokens these are.
     """
@@ -148,6 +176,4 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _scores(logits_TE: Tensor, act_fn: str) -> Tensor:
-    if act_fn == "softmax":
-        return torch.softmax(logits_TE, dim=-1)
-    return functional.normalize(torch.sigmoid(logits_TE), p=1.0, dim=-1)
+    return functional.normalize(activate(logits_TE, act_fn), p=1.0, dim=-1)

@@ -3,11 +3,14 @@
 Axes: H hidden, I intermediate of all shared experts together.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neuron_moe.activations import ACTIVATIONS, at_least_float32
+from neuron_moe.activations import activate_parts, at_least_float32
+from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, SingleRank
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.spec import SharedSpec
@@ -15,14 +18,16 @@ from neuron_moe.weights.checks import refuse_wrong_weights
 
 
 class SharedExperts(nn.Module):
-    """down(act(gate(x)) * up(x)), without biases; optionally scaled by a sigmoid gate per token.
+    """down(inner(gate(x), up(x))), without biases; optionally scaled by a sigmoid gate per token.
 
-    State dict: `gate_proj.weight` [I, H] and `up_proj.weight` [I, H], or `gate_up_proj.weight` [2I,
-    H] when fused; `down_proj.weight` [H, I]; `shared_expert_gate.weight` [1, H] if gated.
+    State dict: `gate_proj.weight` [I, H] if the formula has a gate and `up_proj.weight` [I, H], or
+    `gate_up_proj.weight` [2I, H] when fused; `down_proj.weight` [H, I]; `shared_expert_gate.weight`
+    [1, H] if gated.
 
     Args:
-        spec: sizes and activation.
-        group: ranks that split I; the output is then a partial sum. Default: one rank.
+        spec: sizes and formula.
+        group: ranks that split I; the output is then a partial sum. Default: the tensor parallel
+            ranks of `parallel_state`.
         whole_on_each_rank: weights are whole on each rank, which computes its own tokens (sequence
             parallelism); ranks with the same tokens compute a slice of I each.
         dtype: dtype of the weights.
@@ -46,9 +51,11 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.spec = spec
         self.whole_on_each_rank = whole_on_each_rank
-        is_split = group is not None and not whole_on_each_rank
-        here = group if is_split and group is not None else SingleRank("shared experts")
-        self._take_part(here, dtype, device)
+        if group is None and (groups := parallel_state.default_groups()) is not None:
+            group = groups.tensor
+        if group is None or whole_on_each_rank:
+            group = SingleRank("shared experts")
+        self._take_part(group, dtype, device)
         self.shared_expert_gate = (
             nn.Linear(spec.hidden_size, 1, bias=False, dtype=dtype, device=device)
             if spec.is_gated
@@ -75,23 +82,26 @@ class SharedExperts(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
 
-        if spec.is_fused:
-            self.gate_up_proj = linear(spec.hidden_size, 2 * width)
-        else:
-            self.gate_proj = linear(spec.hidden_size, width)
-            self.up_proj = linear(spec.hidden_size, width)
+        for name in self.first_names:
+            halves = 2 if spec.is_fused else 1
+            self.add_module(name, linear(spec.hidden_size, halves * width))
         self.down_proj = linear(width, spec.hidden_size)
+
+    @property
+    def first_names(self) -> tuple[str, ...]:
+        """The projections in front of the activation."""
+        if self.spec.is_fused:
+            return ("gate_up_proj",)
+        return ("gate_proj", "up_proj") if self.spec.formula.has_gate else ("up_proj",)
 
     def describe(self) -> tuple[object, ...]:
         """Return what must agree between ranks."""
         return self.spec, self.group.size, self.whole_on_each_rank
 
-    def first_weights(self) -> tuple[Tensor, Tensor]:
-        """Return the gate's and the up projection's matrix, [I, H] each; views."""
-        if self.spec.is_fused:
-            gate_IH, up_IH = self.gate_up_proj.weight.chunk(2)
-            return gate_IH, up_IH
-        return self.gate_proj.weight, self.up_proj.weight
+    def first_weights(self) -> tuple[Tensor, ...]:
+        """Return the gate's matrix, if there is one, and the up projection's, [I, H]; views."""
+        weights = tuple(getattr(self, name).weight for name in self.first_names)
+        return weights[0].chunk(2) if self.spec.is_fused else weights
 
     def forward(self, x: Tensor, seq_len: int = 0, *, part: tuple[int, int] = (0, 1)) -> Tensor:
         """Compute shared experts.
@@ -112,24 +122,23 @@ class SharedExperts(nn.Module):
         index, parts = part
         if parts > 1 or any(weight.element_size() == 1 for weight in self.parameters()):
             run = slice(self.width * index // parts, self.width * (index + 1) // parts)
-            gate, up = (F.linear(x, _widen(part[run], x)) for part in self.first_weights())
-            output = F.linear(self._activated(gate, up), _widen(self.down_proj.weight[:, run], x))
+            inner = self._activated([F.linear(x, _widen(w[run], x)) for w in self.first_weights()])
+            output = F.linear(inner, _widen(self.down_proj.weight[:, run], x))
         else:
+            first = tuple(getattr(self, name)(x) for name in self.first_names)
             if self.spec.is_fused:
-                gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            else:
-                gate, up = self.gate_proj(x), self.up_proj(x)
-            output = self.down_proj(self._activated(gate, up))
+                first = first[0].chunk(2, dim=-1)
+            output = self.down_proj(self._activated(first))
         if self.shared_expert_gate is not None:
             gate_1H = self.shared_expert_gate.weight
             scale = torch.sigmoid(F.linear(at_least_float32(x), at_least_float32(gate_1H)))
             output = (at_least_float32(output) * scale).to(x.dtype)
         return output
 
-    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _activated(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the down projection's input."""
-        activation = ACTIVATIONS[self.spec.activation]
-        return (activation(at_least_float32(gate)) * at_least_float32(up)).to(gate.dtype)
+        wide = [at_least_float32(part) for part in parts]
+        return activate_parts(wide, self.spec.formula).to(parts[0].dtype)
 
 
 def _widen(weight: Tensor, x: Tensor) -> Tensor:

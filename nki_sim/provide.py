@@ -102,6 +102,7 @@ def _modules() -> dict[str, types.ModuleType]:
     built = [
         _module("nki", {"jit": jit, "simulate": simulate} | old_names("nki"), "NKI, simulated."),
         _same("nki.language", language),
+        _module("nki.language.constants", old_names("constants"), "Gone since NKI 0.2."),
         _same("nki.isa", isa, old_names("nisa")),
         _same("nki.isa.constants", constants),
         _same("nki.collectives", collectives),

@@ -12,6 +12,7 @@ import argparse
 import builtins
 import dataclasses
 import functools
+import gzip
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ LIBRARY_VARIABLE: Final = "NKI_LIBRARY_PATH"
 OUTCOMES: Final = ("passed", "failed", "refused", "skipped")
 _SUITE: Final = Path("test", "integration")
 _PACKAGE: Final = Path(__file__).parent
+_PLATFORM: Final = "trn2"
+_OVER: Final = "over "  # so begins why a test was skipped that took too long
 _TARGETS: Final = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 # What the harness imports for machines elsewhere, and files that the public checkout lacks.
 _REMOTE: Final = (
@@ -53,6 +56,7 @@ _REMOTE: Final = (
 _NEEDED: Final = ("allpairspy", "scipy", "torch")
 # Marks that would take a test out of the simulation.
 _OTHER_MODES: Final = frozenset(("trace_only", "compile_only", "compile_and_infer"))
+_SLOW: Final = "slow simulation"  # why the suite skips what took its own simulator too long
 
 
 class _OutOfTimeError(BaseException):
@@ -74,15 +78,19 @@ class Session:
 
     Attributes:
         wanted: the tests to run, by id, with the outcome that each had; None: all.
+        done: tests that are not run again.
         limit: seconds that a test may take.
         results: id, kernel, outcome, reason and seconds of each test, as they end.
+        kept: the file that gets them, a line each; None: none.
         count: how many tests there are.
         tell: writes a line; None in a worker of pytest-xdist.
     """
 
     wanted: dict[str, str] | None = None
+    done: Collection[str] = ()
     limit: float = 60.0
     results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    kept: Path | None = None
     count: int = 0
     tell: Callable[[str], None] | None = None
 
@@ -184,6 +192,9 @@ def answer_imports(library: Path) -> None:
     for name in [n for n in sys.modules if n == "test" or n.startswith("test.")]:
         del sys.modules[name]  # the standard library's, which has the name of the suite
     sys.path[:0] = [str(library), str(library / "src")]
+    # A name that test_qkv_tkg.py uses without importing it.
+    common = importlib.import_module("test.utils.common_dataclasses")
+    builtins.__dict__["Platforms"] = common.Platforms
 
 
 def _is_nki(name: str) -> bool:
@@ -290,29 +301,39 @@ def _teach_ranks() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what the command hands to its processes."""
-    parser.addoption("--vendor-list", default=None, help="tests to run, with their outcomes")
+    parser.addoption("--vendor-list", type=Path, help="tests to run, with their outcomes")
+    parser.addoption("--vendor-done", type=Path, help="tests not to run again")
     parser.addoption("--vendor-seconds", type=float, default=60.0, help="seconds per test")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Answer the suite's imports before pytest imports its conftest.py."""
-    answer_imports(Path(os.environ[LIBRARY_VARIABLE]).resolve())
+    answer_imports(_library())
     known = early_config.known_args_namespace
     _session.limit = known.vendor_seconds
-    _session.wanted = read_list(Path(known.vendor_list)) if known.vendor_list else None
+    if known.vendor_list:
+        _session.wanted = {each["id"]: each["outcome"] for each in read_results(known.vendor_list)}
+    if known.vendor_done:
+        _session.done = {each["id"] for each in read_results(known.vendor_done)}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the list, in its order, all of them in simulation."""
+    items[:] = [item for item in items if item.nodeid not in _session.done]
     if _session.wanted is not None:
         order = {name: k for k, name in enumerate(_session.wanted)}
         kept = [item for item in items if item.nodeid in order]
         items[:] = sorted(kept, key=lambda item: order[item.nodeid])
     for item in items:
         for node in item.listchain():
-            node.own_markers = [m for m in node.own_markers if m.name not in _OTHER_MODES]
+            node.own_markers = [m for m in node.own_markers if not _is_elsewhere(m)]
+
+
+def _is_elsewhere(mark: pytest.Mark) -> bool:
+    """Whether a mark takes a test out of the simulation."""
+    return mark.name in _OTHER_MODES or _SLOW in str(mark.kwargs.get("reason", ""))
 
 
 @pytest.hookimpl(trylast=True)
@@ -349,7 +370,7 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     try:
         return (yield)
     except _OutOfTimeError:
-        pytest.skip(f"over {_session.limit:g} s")
+        pytest.skip(f"{_OVER}{_session.limit:g} s")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -363,6 +384,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         outcome, reason = _judge(report, call)
         report.vendor_test = {
             "id": item.nodeid,
+            "platform": item.config.getoption("platform_target", None) or _PLATFORM,
             "kernel": _test.kernel,
             "outcome": outcome,
             "reason": reason,
@@ -381,23 +403,36 @@ def _judge(report: Any, call: pytest.CallInfo[None]) -> tuple[str, str]:
         return "skipped", why or "expected to fail"
     if _test.error is not None and _is_refusal(_test.error):
         return "refused", _one_line(_test.error)
+    last = _last_file(error)
+    if (
+        not _test.kernel
+        and isinstance(error, KeyError)
+        and last.is_relative_to(_library() / "test")
+    ):
+        return "skipped", f"fault of the test in {last.name}, before any kernel: {_one_line(error)}"
     return "failed", _one_line(error)
 
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether the simulator says no, and not the kernel."""
-    if isinstance(error, NkiValidationError):
-        return True
+    return isinstance(error, NkiValidationError) or _last_file(error).is_relative_to(_PACKAGE)
+
+
+def _last_file(error: BaseException) -> Path:
+    """Return the file that raised an exception."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
-    return step is not None and Path(step.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE)
+    return Path(step.tb_frame.f_code.co_filename if step is not None else "")
+
+
+def _library() -> Path:
+    return Path(os.environ.get(LIBRARY_VARIABLE, ".")).resolve()
 
 
 def _one_line(error: BaseException) -> str:
     """Return the type and the text of an exception in one short line without the checkout."""
-    library = f"{Path(os.environ.get(LIBRARY_VARIABLE, '.')).resolve()}{os.sep}"
-    text = " ".join(str(error).replace(library, "").split())
+    text = " ".join(str(error).replace(f"{_library()}{os.sep}", "").split())
     return f"{type(error).__name__}: {text}"[:400].rstrip(": ")
 
 
@@ -420,6 +455,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def _keep(found: dict[str, Any]) -> None:
     _session.results.append(found)
+    if _session.kept is not None:
+        with _session.kept.open("a") as lines:
+            lines.write(json.dumps(found) + "\n")
     if _session.tell is not None:
         number = f"{len(_session.results)}/{_session.count or '?'}"
         name = found["id"].removeprefix(f"{_SUITE.as_posix()}/")
@@ -436,21 +474,30 @@ def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
 # --- The command ----------------------------------------------------------------------------------
 
 
-def read_list(path: Path) -> dict[str, str]:
-    """Read a list of tests: an object of outcomes by id.
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Read a file that `--json` wrote: an object per line, the name ending in .gz if compressed.
 
     Raises:
         ValueError: it is no such file.
     """
     try:
-        found = json.loads(path.read_text())["tests"]
-        wanted = {i: t if isinstance(t, str) else t["outcome"] for i, t in found.items()}
-        for name, outcome in wanted.items():
-            if outcome not in OUTCOMES:
-                raise ValueError(f"{name}: outcome={outcome!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--list {path}: {error}. Give a file that --json wrote.") from None
-    return wanted
+        read = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        results = [json.loads(line) for line in read.decode().splitlines()]
+        for each in results:
+            if each["outcome"] not in OUTCOMES:
+                raise ValueError(f"{each['id']}: outcome={each['outcome']!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error}. Give a file that --json wrote.") from None
+    return results
+
+
+def _write(path: Path, results: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in results))
+    return path
+
+
+def _platform(result: dict[str, Any]) -> str:
+    return str(result.get("platform", _PLATFORM))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -497,27 +544,41 @@ def main(argv: list[str] | None = None) -> int:
             f"--library {library}: no folders {_SUITE} and src/nkilib_src in it. "
             "Give the root of a checkout of the library."
         )
-    wanted = read_list(args.list) if args.list else None
-    output = args.json.resolve() if args.json else None
+    wanted = None
+    if args.list:
+        listed = [each for each in read_results(args.list) if _platform(each) == args.platform]
+        wanted = {each["id"]: each["outcome"] for each in listed}
+        if not wanted:
+            raise ValueError(
+                f"--list {args.list}: has no test for {args.platform}. "
+                "Name another --platform-target."
+            )
+    if args.resume and args.json is None:
+        parser.error("--resume: needs --json FILE, whose tests are not run again.")
+    kept = args.json.resolve() if args.json else None
+    before = read_results(kept) if kept is not None and args.resume and kept.exists() else []
+    before = [each for each in before if not each["reason"].startswith(_OVER)]
     command = _pytest_arguments(root, args, wanted) + more
     os.environ[LIBRARY_VARIABLE] = str(root)
     os.environ.setdefault("NEURON_PYTHONHASHSEED", "0")  # the harness draws cases by it
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     here = Path.cwd()
+    _session.kept = kept
     with tempfile.TemporaryDirectory() as folder:
+        if wanted is not None:
+            command.append(f"--vendor-list={_write(Path(folder, 'list'), listed)}")
+        if kept is not None:  # a copy, as it is now: each process of pytest reads it
+            command.append(f"--vendor-done={_write(Path(folder, 'done'), before)}")
+            _write(kept, before)
         os.chdir(folder)  # the suite writes its artifacts where it runs
         try:
             status = int(pytest.main(command))
         finally:
             os.chdir(here)
-    plugin = sys.modules["nki_sim.vendor_tests"]
-    results: list[dict[str, Any]] = plugin._session.results
+    results = before + _session.results
     sys.stdout.write(f"\n{table(results)}\n")
-    if output is not None:
-        tests = {each["id"]: {k: v for k, v in each.items() if k != "id"} for each in results}
-        output.write_text(json.dumps({"tests": tests}, indent=1) + "\n")
-    if status > 1:
+    if status > 1 and not (before and status == pytest.ExitCode.NO_TESTS_COLLECTED):
         missing = " ".join(name for name in _NEEDED if importlib.util.find_spec(name) is None)
         hint = f"They need {missing}. pip install {missing}" if missing else "pytest says why."
         sys.stderr.write(f"The library's tests could not run. {hint}\n")
@@ -534,14 +595,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nki-sim vendor-tests",
         description=__doc__,
-        epilog="Other words go to pytest, e.g. -n 4 (pytest-xdist) or --platform-target trn3.",
+        epilog="Other words go to pytest, e.g. -n 16 (16 processes, with pytest-xdist).",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--library", metavar="PATH", help=f"the checkout ({LIBRARY_VARIABLE})")
     parser.add_argument("-k", metavar="EXPR", help="only tests that pytest's expression selects")
     parser.add_argument("--list", type=Path, metavar="FILE", help="run its tests; say what changed")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="keep outcomes, reasons, seconds")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="keep outcomes, reasons, seconds, a line per test"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="but tests that OUT has, unless they took too long"
+    )
+    parser.add_argument(
+        "--platform-target", dest="platform", default=_PLATFORM, help="trn1, trn2 (default) or trn3"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="per test (default: 60)")
     return parser
 
@@ -565,5 +634,5 @@ def _pytest_arguments(
     words += ["--continue-on-collection-errors", "--test-mode=simulation", "--force-local-cleanup"]
     words += [f"--vendor-seconds={args.seconds}"]
     words += ["-k", args.k] if args.k else []
-    words += [f"--vendor-list={args.list.resolve()}"] if args.list else []
+    words += [f"--platform-target={args.platform}"] if args.platform != _PLATFORM else []
     return words

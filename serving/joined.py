@@ -4,7 +4,7 @@ Attention is vLLM's operator already, and so are dense projections where it comp
 and packed projections become operators that a graph calls by number: they choose their form at run
 time. Norms, rotary embedding, routers and residuals around them become few kernels. There is a
 graph for prefill and one for decode, for any number of tokens, and one for a single token, into
-which a brought kernel for experts goes as it is.
+which a custom kernel for experts goes as it is.
 
 Letters: T tokens, H hidden, K choices, E experts.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import PackedLinear
+from neuron_moe.moe import MoE
 from neuron_moe.plan import Plan, Step
 from neuron_moe.router import Routing
 from neuron_moe.serving.static_decode import many_graphs
@@ -105,7 +105,7 @@ def _join_experts(moe: MoE) -> None:
             return plans[key].experts(rows, LocalRouting(index, affinities, scales_input)).float()
 
         one = plan_of(Step(phase, 1))
-        compute_one = None if scales_input else _brought(one.parts.weights)
+        compute_one = None if scales_input else _custom(one.parts.weights)
         joined[phase] = JoinedPlan(one.step, one.decision, one.parts, _hide(compute), compute_one)
 
     def plan(step: Step) -> Plan:
@@ -115,8 +115,8 @@ def _join_experts(moe: MoE) -> None:
     _count_in_place(experts)
 
 
-def _brought(weights: ExpertWeights) -> Compute | None:
-    """Return the kernel that a server brought, where it was chosen for a single token."""
+def _custom(weights: ExpertWeights) -> Compute | None:
+    """Return the kernel that a server registered, where it was chosen for a single token."""
     forms = weights.product_forms
     return None if forms is None or forms.of(1) in FORMS else forms.compute
 

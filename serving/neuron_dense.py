@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Norm
+from neuron_moe.models.delta_net import GatedDeltaNet
 from neuron_moe.models.dense_parts import OUTPUTS, DenseSplit, Part
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.router import Router
@@ -77,15 +78,21 @@ class VocabularyHead(nn.Module):
         linear: this rank's part, as large as that of the others.
         group: the ranks.
         vocab_size: V.
+
+    Attributes:
+        gathers: else it returns the logits of this rank's rows.
     """
 
     def __init__(self, linear: nn.Linear, group: Collectives, vocab_size: int) -> None:
         super().__init__()
+        self.gathers = True
         self.group, self.weight, self.vocab_size = group, linear.weight, vocab_size
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [.., V] of hidden states [.., H]."""
         own = functional.linear(hidden, self.weight)
+        if not self.gathers:
+            return own
         return gather_columns(self.group, own)[..., : self.vocab_size]
 
 
@@ -114,14 +121,14 @@ def cut_dense(model: DecoderModel, group: Collectives) -> dict[str, Part]:
     """Leave a rank its part of everything but the routed experts, of a model without weights.
 
     Args:
-        model: just built, with grouped attention in every layer.
+        model: just built, with grouped attention or a recurrence in every layer.
         group: all ranks of the model.
 
     Returns:
         What the rank holds of each parameter that was cut here; shared experts know it themselves.
 
     Raises:
-        ValueError: key/value heads do not divide over the ranks.
+        ValueError: key/value heads, or key heads, do not divide over the ranks.
     """
     if group.size == 1:
         return {}
@@ -131,6 +138,7 @@ def cut_dense(model: DecoderModel, group: Collectives) -> dict[str, Part]:
         rank=group.rank,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
+        recurrent=getattr(config, "linear_attention", None),
     )
     split.check()
     parts = _cut_parameters(model, split)
@@ -139,6 +147,8 @@ def cut_dense(model: DecoderModel, group: Collectives) -> dict[str, Part]:
             module.split_over(group)
         if isinstance(module, GroupedAttention):
             _settle_attention(module, split, group)
+        if isinstance(module, GatedDeltaNet):
+            module.sizes = module.sizes.shared_by(group.size)
         if not isinstance(module, _ELSEWHERE):
             for name, child in list(module.named_children()):
                 if name in OUTPUTS and isinstance(child, nn.Linear):

@@ -8,21 +8,24 @@ Letters: T tokens of the step with padding, H hidden, V vocabulary, n sampled po
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.models.delta_net import GatedDeltaNet
 from neuron_moe.models.loader import parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
-from neuron_moe.serving.neuron_attention import attend_pages, view_of
-from neuron_moe.serving.neuron_dense import cut_dense
+from neuron_moe.serving.heads import gather_columns
+from neuron_moe.serving.neuron_attention import attend_pages, find_functions, recur_pages, view_of
+from neuron_moe.serving.neuron_dense import VocabularyHead, cut_dense
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
 from neuron_moe.serving.options import (
     ARCHITECTURE,
+    HYBRID_ARCHITECTURE,
     NATIVE_ARCHITECTURE,
     OPTIONS_KEY,
     ServingOptions,
@@ -37,10 +40,6 @@ _SETTLED: dict[str, tuple[Any, str]] = {
     "apply_prefill_dcp": (False, _RAISE_TP),
     "all2all_backend": (None, "Leave it out: experts exchange by all-reduce."),
     "fp8_packed_kv": (False, "Leave it out: pages are in the dtype of the model."),
-    "on_device_sampling_config": (
-        None,
-        "Set it to null in --additional-config: this model returns logits.",
-    ),
 }
 
 
@@ -57,14 +56,14 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         vllm_config: of vLLM itself, whose runner makes models another way.
 
     Attributes:
-        supports_on_device_sampling: read by the plugin, which then samples on the host.
+        is_hybrid: read by vLLM; there are recurrent layers.
 
     Raises:
         ValueError: vLLM's own runner is to run it, or the model keeps what the plugin has no pages
-            for.
+            for, or none of this class.
     """
 
-    supports_on_device_sampling = False
+    is_hybrid = False
 
     def __init__(
         self,
@@ -75,41 +74,64 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         vllm_config: object = None,
         prefix: str = "",
     ) -> None:
+        name = HYBRID_ARCHITECTURE if self.is_hybrid else NATIVE_ARCHITECTURE
         if folder is None or options is None or vllm_config is not None:
             raise ValueError(
-                f"{NATIVE_ARCHITECTURE}{f' {prefix}' if prefix else ''}: is for vllm-neuron, which"
-                f" makes it by from_configs(). On a CPU choose {ARCHITECTURE}."
+                f"{name}{f' {prefix}' if prefix else ''}: is for vllm-neuron, which makes it by"
+                f" from_configs(). On a CPU choose {ARCHITECTURE}."
             )
         super().__init__()
         self.folder, self.options = folder, options
         self.model = options.build(folder, dtype)
-        self._caches: list[tuple[Tensor, Tensor]] = []
-        self._names = [f"layers.{layer}.self_attn" for layer in range(len(self.model.layers))]
-        for layer, attention in enumerate(self.model.attentions):
+        attentions = self.model.attentions
+        wanted = any(isinstance(each, GatedDeltaNet) for each in attentions)
+        if wanted != self.is_hybrid:
+            other = HYBRID_ARCHITECTURE if wanted else NATIVE_ARCHITECTURE
+            raise ValueError(
+                f"architectures: {name} is for models {'without' if wanted else 'with'} recurrent"
+                f" layers. Name {other} in --hf-overrides."
+            )
+        self._functions, self._sampler = find_functions(), None
+        self._tells_logits = False
+        self._caches: list[tuple[Tensor, ...]] = []
+        self._names = []
+        for layer, attention in enumerate(attentions):
+            is_recurrent = isinstance(attention, GatedDeltaNet)
+            self._names.append(f"layers.{layer}.{'linear_attn' if is_recurrent else 'self_attn'}")
             shape = attention.cache_shape
-            if attention.reach is None or len(shape) != 2 or shape[0] != shape[1]:
+            if not is_recurrent and (len(shape) != 2 or shape[0] != shape[1]):
                 raise ValueError(
-                    f"layer {layer}: {type(attention).__name__} keeps {shape or 'a state'}, must"
-                    " keep keys and values of one size; vllm-neuron has pages for those alone."
-                    " Serve it with `neuron-moe serve`."
+                    f"layer {layer}: {type(attention).__name__} keeps {shape}, must keep keys and"
+                    " values of one size; vllm-neuron has pages for those alone. Serve it with"
+                    " `neuron-moe serve`."
                 )
-            attention.core = attend_pages
+            attention.core = recur_pages if is_recurrent else attend_pages
         group = _model_group()
         self._parts = {} if group is None else cut_dense(self.model, group)
 
     @classmethod
-    def from_configs(cls, hf_config: Any, neuron_config: Any) -> "NeuronMoeNativeForCausalLM":
+    def from_configs(
+        cls,
+        hf_config: Any,
+        neuron_config: Any = None,
+        *,
+        text_neuron_config: Any = None,
+        vision_neuron_config: Any = None,
+    ) -> "NeuronMoeNativeForCausalLM":
         """Return the model of a checkpoint, without weights, for this rank.
 
         Args:
             hf_config: of transformers; its `name_or_path` must be the checkpoint's folder, and an
                 attribute `neuron_moe` may hold `ServingOptions` (--hf-overrides).
             neuron_config: of the plugin, or None.
+            text_neuron_config: the same, where the plugin has settings of a vision tower, too.
+            vision_neuron_config: those; the text model has no use for them.
 
         Raises:
             ValueError: something is asked for that this model does not do.
         """
-        _check_config(neuron_config)
+        settings = text_neuron_config if neuron_config is None else neuron_config
+        _check_config(settings)
         folder = Path(hf_config.name_or_path)
         if not folder.is_dir():
             raise ValueError(
@@ -118,7 +140,32 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         options = ServingOptions.read({OPTIONS_KEY: getattr(hf_config, OPTIONS_KEY, {})})
         _take_groups()
         dtype = getattr(hf_config, "dtype", None) or torch.bfloat16
-        return cls(folder, dtype, options)
+        model = cls(folder, dtype, options)
+        model._take_sampler(settings)
+        return model
+
+    def _take_sampler(self, neuron_config: Any) -> None:
+        """Let the plugin's sampler choose tokens, where they are to be sampled on the device; it
+        takes each rank's logits.
+        """
+        settings = getattr(neuron_config, "on_device_sampling_config", None)
+        if settings is None:
+            return
+        group, vocab_size = _model_group(), self.model.config.vocab_size
+        if group is not None and vocab_size % group.size:
+            raise ValueError(
+                f"on_device_sampling_config: vocab_size={vocab_size} must divide by the"
+                f" {group.size} ranks. Set it to null in --additional-config, and pass"
+                " --no-async-scheduling."
+            )
+        ranks = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+        sampler = importlib.import_module(f"{PLUGIN}.nn.sampler").Sampler
+        self._sampler = sampler(settings, process_group=ranks.device_group)
+        self._tells_logits = bool(getattr(neuron_config, "max_logprobs", 0)) or (
+            getattr(neuron_config, "debug_logits_dir", None) is not None
+        )
+        if isinstance(self.model.lm_head, VocabularyHead):
+            self.model.lm_head.gathers = False
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H], the embeddings of [T] token ids."""
@@ -130,43 +177,70 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         return self.model.compute_logits(hidden_TH)
 
     def get_kv_spec(self) -> Any:
-        """Return the plugin's `KVSpec`: what each layer keeps of a token on this rank."""
+        """Return the plugin's `KVSpec`: what each layer keeps of a token on this rank, or, where it
+        is recurrent, of a sequence.
+
+        Raises:
+            ValueError: this version of the plugin has no pages for recurrent layers.
+        """
         records = importlib.import_module(f"{PLUGIN}.model.kv_cache")
-        layers = [
-            records.LayerSpec(
+        layers, recurrent, dtype = [], [], self.model.embed_tokens.weight.dtype
+        if self.is_hybrid and not hasattr(records, "RecurrentLayerSpec"):
+            raise ValueError(
+                f"{PLUGIN}: this version has no RecurrentLayerSpec, must have pages for recurrent"
+                " layers. Install one that serves Qwen3.5."
+            )
+        for name, attention in zip(self._names, self.model.attentions, strict=True):
+            if isinstance(attention, GatedDeltaNet):
+                states = attention.state_shapes
+                spec = records.RecurrentLayerSpec(
+                    name=name,
+                    shapes=tuple(each.sizes for each in states),
+                    dtypes=(torch.float32,) * len(states),  # as pages of states are
+                )
+                recurrent.append(spec)
+                continue
+            heads, size = attention.cache_shape[0]
+            spec = records.LayerSpec(
                 name=name,
-                num_kv_heads=attention.cache_shape[0][0],
-                head_size=attention.cache_shape[0][1],
-                dtype=self.model.embed_tokens.weight.dtype,
+                num_kv_heads=heads,
+                head_size=size,
+                dtype=dtype,
                 sliding_window_size=attention.reach.window,
                 chunk_size=attention.reach.chunk,
             )
-            for name, attention in zip(self._names, self.model.attentions, strict=True)
-        ]
-        return records.KVSpec(layers=layers)
+            layers.append(spec)
+        more = {"recurrent_layers": recurrent} if recurrent else {}
+        return records.KVSpec(layers=layers, **more)
 
     def bind_kv_cache(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the pages of each layer: keys and values, [pages, heads, tokens, head size].
+        """Take the pages of each layer: keys and values, [pages, heads, tokens, head size]; one
+        tensor a layer where layers share pages, see `neuron_attention`.
 
         Raises:
             ValueError: a layer has none, or they are of another form.
         """
         caches = []
         for name, attention in zip(self._names, self.model.attentions, strict=True):
-            pages = kv_caches.get(name)
-            (heads, size), dtype = attention.cache_shape[0], self.model.embed_tokens.weight.dtype
-            if pages is None or any(
-                each.ndim != 4 or (each.shape[1], each.shape[3], each.dtype) != (heads, size, dtype)
-                for each in pages[:2]
-            ):
-                found = None if pages is None else [(*each.shape, each.dtype) for each in pages]
+            pages, wanted = kv_caches.get(name), self._pages_of(attention)
+            found = None if pages is None else [(*each.shape, each.dtype) for each in pages]
+            if pages is None or found is None or not _are_pages(found, wanted):
+                told = ", ".join(map(str, wanted)).replace("None", "any")
                 raise ValueError(
-                    f"kv_caches[{name!r}]: {found}, must be keys and values [pages, {heads},"
-                    f" tokens, {size}] in {dtype}. Allocate what get_kv_spec() says, unpacked,"
-                    " and leave --kv-cache-dtype out."
+                    f"kv_caches[{name!r}]: {found}, must be {told}. Allocate what get_kv_spec()"
+                    " says, unpacked, and leave --kv-cache-dtype out."
                 )
-            caches.append((pages[0], pages[1]))
+            caches.append(tuple(pages))
         self._caches = caches
+
+    def _pages_of(self, attention: Any) -> list[tuple[Any, ...]]:
+        """Return axes and dtype of each tensor of pages that a layer takes; None is any size."""
+        if isinstance(attention, GatedDeltaNet):
+            return [(None, None, torch.float32)]
+        (heads, size), dtype = attention.cache_shape[0], self.model.embed_tokens.weight.dtype
+        if self.is_hybrid:
+            return [(None, 2, heads, None, size, dtype)]
+        return [(None, heads, None, size, dtype)] * 2
 
     def forward(
         self,
@@ -181,8 +255,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         logit_mask: Tensor | None = None,
         rank: Tensor | None = None,
         **_more: Any,
-    ) -> Tensor:
-        """Return logits [n, V] of the sampled positions.
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return logits [n, V] of the sampled positions; where they are sampled on the device,
+        tokens [n] and the logits, if they were asked for.
 
         Args:
             input_ids: [T] token ids, padded to the bucket.
@@ -192,10 +267,10 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             attn_metadata: by layer: slot_mapping [T], block_table_tensor, max_query_len,
                 decode_token_threshold and, for tables cut to a window, swa_kv_pos_offset.
             sampling_positions: [n] which of the T tokens to give logits for; None for all.
-            sampling_params: of sampling on the device, which it does not do.
+            sampling_params: [n, 3] of sampling on the device: top_k, top_p, temperature.
             spec_decode_metadata: of speculation, which it does not do.
-            logit_mask: of sampling on the device.
-            rank: of this process; its weights are of one rank already.
+            logit_mask: [n, V] bool of sampling on the device, which tokens may be.
+            rank: of this process, for the sampler; the weights are of one rank already.
 
         Raises:
             ValueError: embeddings or speculation were given, or no pages are bound.
@@ -209,7 +284,13 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         first = attn_metadata[self._names[0]]
         is_decode = first["max_query_len"] <= first["decode_token_threshold"]
         views = [
-            view_of(caches, attn_metadata[name], positions)
+            view_of(
+                caches,
+                attn_metadata[name],
+                positions,
+                is_decode=is_decode,
+                functions=self._functions,
+            )
             for name, caches in zip(self._names, self._caches, strict=True)
         ]
         hidden_TH = self.model.forward_tokens(
@@ -217,13 +298,20 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             positions.long(),
             phase="decode" if is_decode else "prefill",
             # In decode a row more costs less than telling padding apart, which takes fusion away.
-            real_T=None if is_decode else first["slot_mapping"].flatten() >= 0,
+            # Padding has slot -1, since vLLM 0.24 slot 0, which no token has.
+            real_T=None if is_decode else first["slot_mapping"].flatten() > 0,
             views=views,
         )
         if sampling_positions is not None:
             hidden_TH = hidden_TH.index_select(0, sampling_positions)
-        logits_nV: Tensor = self.model.compute_logits(hidden_TH)
-        return logits_nV
+        logits: Tensor = self.model.compute_logits(hidden_TH)
+        if self._sampler is None:
+            return logits
+        tokens_n = self._sampler(logits, sampling_params, logit_mask=logit_mask, tp_rank=rank)
+        if not self._tells_logits:
+            return tokens_n, None
+        group = _model_group()
+        return tokens_n, logits if group is None else gather_columns(group, logits)
 
     def load_weights(
         self, checkpoint_path: str, device: torch.device, cache_dir: str | None
@@ -259,14 +347,54 @@ class NeuronMoeNativeForCausalLM(nn.Module):
     ) -> None:
         """Load nothing: graphs are compiled from shapes, and no scale is baked into them."""
 
-    def prepare(self, phase: str, tokens: int) -> None:
-        """Lay weights out for a bucket before its graph is captured.
 
-        Args:
-            phase: 'prefill' or 'decode'.
-            tokens: T.
+class NeuronMoeNativeHybridForCausalLM(NeuronMoeNativeForCausalLM):
+    """The same for models with recurrent layers, which say more of themselves.
+
+    Attributes:
+        kv_cache_page_major: read by the plugin, which then gives each layer one tensor of pages
+            that it shares with others.
+        supports_mrope: read by vLLM; places of images have three axes, those of text are alike.
+    """
+
+    is_hybrid = True
+    kv_cache_page_major = True
+    supports_mrope = True
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of what a recurrent layer keeps, for vLLM to size a page."""
+        folder = vllm_config.model_config.model
+        _, config = parse_config(read_config(folder), folder)
+        sizes = config.linear_attention.shared_by(vllm_config.parallel_config.tensor_parallel_size)
+        return tuple(each.sizes for each in sizes.state_shapes)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
+        """Return their dtypes: pages of states are float32."""
+        return torch.float32, torch.float32
+
+    def get_mrope_input_positions(
+        self, input_tokens: Sequence[int], mm_features: Sequence[Any]
+    ) -> tuple[Tensor, int]:
+        """Return the places of a prompt of text on three axes, and what to add in decode.
+
+        Raises:
+            ValueError: there are images.
         """
-        self.model.prepare(phase, tokens, has_padding=phase == "prefill")
+        if mm_features:
+            raise ValueError(
+                f"mm_features: {len(mm_features)} given, must be none; only the text model is"
+                ' served. Pass --limit-mm-per-prompt \'{"image": 0, "video": 0}\'.'
+            )
+        return torch.arange(len(input_tokens)).expand(3, -1).contiguous(), 0
+
+
+def _are_pages(found: Sequence[tuple[Any, ...]], wanted: Sequence[tuple[Any, ...]]) -> bool:
+    return len(found) == len(wanted) and all(
+        len(have) == len(want) and all(b in (None, a) for a, b in zip(have, want, strict=True))
+        for have, want in zip(found, wanted, strict=True)
+    )
 
 
 def _as_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -303,18 +431,15 @@ def _take_groups() -> None:
     tensor = groups.get_tp_group()
     if tensor.world_size == 1 or parallel_state.model_parallel_is_initialized():
         return
-    expert_ranks = importlib.import_module(
-        f"{PLUGIN}.parallel.neuron_parallel_state"
-    ).get_neuron_ep_degree()
-    if expert_ranks not in (1, tensor.world_size):
-        raise ValueError(
-            f"ep_degree={expert_ranks}: must be 1 or the {tensor.world_size} tensor parallel ranks."
-            " Leave it out, or pass --enable-expert-parallel."
-        )
+    neuron = importlib.import_module(f"{PLUGIN}.parallel.neuron_parallel_state")
+    expert_ranks, whole = neuron.get_neuron_ep_degree(), tensor.device_group
     if expert_ranks == 1:
-        parallel_state.adopt_groups(tensor.device_group)
-    else:
-        parallel_state.adopt_groups(None, tensor.device_group)
+        parallel_state.adopt_groups(whole)
+    elif expert_ranks == tensor.world_size:
+        parallel_state.adopt_groups(None, whole)
+    else:  # a mesh, of which rows split an expert and columns the experts
+        rows, columns = neuron.get_neuron_ep_tp_group(), neuron.get_neuron_ep_group()
+        parallel_state.adopt_groups(rows.device_group, columns.device_group, whole)
 
 
 def _model_group() -> Collectives | None:

@@ -22,6 +22,7 @@ from nki_kernels.common.formula import ExpertFormula
 
 ARCHITECTURE = "NeuronMoeForCausalLM"
 NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
+HYBRID_ARCHITECTURE = "NeuronMoeNativeHybridForCausalLM"  # with recurrent layers
 OPTIONS_KEY = "neuron_moe"
 VLLM_FORM = "vllm"  # of products: through its compiled kernel for experts
 BACKENDS = ("torch", "nki")

@@ -4,15 +4,17 @@ import os
 from typing import Any
 
 from neuron_moe import nxd_compat
-from neuron_moe.serving.options import ARCHITECTURE, NATIVE_ARCHITECTURE
+from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
 from neuron_moe.serving.switches import check_switches
 from neuron_moe.versions import check_version
 
 CLASSES = {
     ARCHITECTURE: f"neuron_moe.serving.vllm_model:{ARCHITECTURE}",
-    NATIVE_ARCHITECTURE: f"neuron_moe.serving.neuron_model:{NATIVE_ARCHITECTURE}",
+    **{
+        name: f"neuron_moe.serving.neuron_model:{name}"
+        for name in (NATIVE_ARCHITECTURE, HYBRID_ARCHITECTURE)
+    },
 }
-
 
 NXDI_VARIABLE = "NEURON_MOE_NXDI"
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuron_moe import MoE
 from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.moe import MoE
 
 _MOST_GRAPHS = 4096
 

@@ -18,7 +18,7 @@ from nki_kernels.common.formula import ExpertFormula
 
 
 class VllmKernel:
-    """See the module's docstring; a `BroughtKernel`."""
+    """See the module's docstring; a `CustomKernel`."""
 
     name = VLLM_FORM
 

@@ -17,7 +17,7 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from neuron_moe.backends.brought_kernels import bring
+from neuron_moe.backends.custom_kernels import register
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.loader import fill_model, settle_experts
 from neuron_moe.parallel import parallel_state
@@ -114,7 +114,7 @@ class NeuronMoeForCausalLM(nn.Module):
         options = self.options
         if options.backend == "nki" or options.graph_tokens is not None:
             return  # these take plain weights
-        bring(VllmKernel())
+        register(VllmKernel())
         settle_experts(self.model, options.product_form)
         is_vllms = options.product_form in (MEASURED, VLLM_FORM)
         if is_vllms and can_take_linears(self._config.model_config.dtype):

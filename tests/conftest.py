@@ -46,9 +46,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Where there is a GPU, run a test that forks ranks in a process of its own.
 
     A backward pass of an earlier test starts CUDA and autograd's threads: no fork takes them along.
-    A torch that is built for CUDA starts the threads although its GPUs are hidden.
+    A torch that is built for CUDA starts the threads although its GPUs are hidden. Without one a
+    test with the mark `alone` asks for it: what another library starts is not ours to know.
     """
-    is_asked = HAS_GPU or RANKS_ALONE in os.environ
+    is_marked = pyfuncitem.get_closest_marker("alone") is not None
+    is_asked = is_marked or HAS_GPU or RANKS_ALONE in os.environ
     if not is_asked or ALONE in os.environ or "run_ranks" not in pyfuncitem.fixturenames:
         return None
     run_alone(pyfuncitem.nodeid, pyfuncitem.config.rootpath)

@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ class Menu:
         program: what stands in front of a name, e.g. neuron-moe bench.
         noun: what a name is called, command or target.
         entries: module, see `load`, and one line of explanation, by name.
+        others: the same of names that the overview lists in one line; those of `lab` apart.
     """
 
     program: str
     noun: str
     entries: Mapping[str, tuple[str, str]]
+    others: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def usage(self) -> str:
         """Return the overview of all names."""
@@ -43,6 +45,15 @@ class Menu:
                 subsequent_indent=" " * (width + 4),
             )
             for name, (_, text) in self.entries.items()
+        ]
+        lab = {name for name, (module, _) in self.others.items() if module.startswith("lab.")}
+        rows += [
+            textwrap.fill(f"{told}: {', '.join(names)}", columns, subsequent_indent="  ")
+            for told, names in (
+                ("also", [name for name in self.others if name not in lab]),
+                ("in a checkout, for maintainers", [name for name in self.others if name in lab]),
+            )
+            if names
         ]
         head = f"usage: {self.program} {self.noun.upper()} [options]"
         tail = f"{self.noun.upper()} --help lists its options.\n{EXIT_STATUS}"
@@ -58,14 +69,15 @@ class Menu:
             print(self.usage())
             return 0 if args else 2
         name, rest = args[0], args[1:]
-        if name not in self.entries:
-            hint = did_you_mean(name, self.entries)
+        known = {**self.entries, **self.others}
+        if name not in known:
+            hint = did_you_mean(name, known)
             print(
                 f"{self.program}: no {self.noun} {name!r}.{hint}\n\n{self.usage()}", file=sys.stderr
             )
             return 2
         with ends_at_once():
-            module = load(self.entries[name][0])
+            module = load(known[name][0])
         return int(module.main(rest))
 
 

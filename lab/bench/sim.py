@@ -28,10 +28,10 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
+from lab.check.vendor_cases.adapters import build_job
+from lab.check.vendor_cases.case import Case, Limits
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.errors import check_positive_int
-from neuron_moe.tools.check.vendor_cases.adapters import build_job
-from neuron_moe.tools.check.vendor_cases.case import Case, Limits
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import TRN2

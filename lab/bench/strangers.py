@@ -5,7 +5,8 @@
 
 Each kernel runs unmodified, with every check that does not stop public kernels elsewhere (sums in
 PSUM that start without saying so are findings), on drawn inputs; what it returns is compared with a
-formula in float64. A case without a kernel is a script that judges itself.
+formula in float64. A case without a kernel is a script that judges itself; one with a `solution` is
+a harness of autocomp, whose test compares that solution with its own kernel or a formula.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import json
 import re
 import runpy
 import sys
+import tempfile
 import types
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+import nki_sim
 from nki_sim.launch import TensorSpec
 from nki_sim.options import SimOptions
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
@@ -86,21 +90,45 @@ def _run_kernel(case: dict[str, Any], root: Path) -> str:
     return "right" if error < _TOLERANCE else f"wrong: off by {error:.1%} of the largest element"
 
 
+@contextmanager
+def _cpu_for_device() -> Iterator[None]:
+    """Let a CPU stand for the device of torch_xla."""
+    names = ("torch_xla", "torch_xla.core", "torch_xla.core.xla_model")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules[names[0]].__dict__["device"] = lambda: torch.device("cpu")
+    modules[names[1]].__dict__["xla_model"] = modules[names[2]]
+    modules[names[2]].__dict__["xla_device"] = lambda: torch.device("cpu")
+    with patch.dict(sys.modules, modules), redirect_stdout(io.StringIO()):
+        yield
+
+
 def _run_script(case: dict[str, Any], root: Path) -> str:
-    """Run a script that prints `pass? True` for each comparison; a CPU stands for its device."""
-    device = types.ModuleType("torch_xla")
-    device.__dict__["device"] = lambda: torch.device("cpu")
-    sys.modules["torch_xla"] = device
+    """Run a script that prints `pass? True` for each comparison."""
     path = root / case["file"]
     sys.path.insert(0, str(path.parent))
     said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            runpy.run_path(str(path), run_name="__main__")
-    finally:
-        del sys.modules["torch_xla"]
+    with _cpu_for_device(), redirect_stdout(said):
+        runpy.run_path(str(path), run_name="__main__")
     passed, failed = (said.getvalue().count(f"pass? {each}") for each in (True, False))
     return "right" if passed and not failed else f"wrong: {failed} of {passed + failed} comparisons"
+
+
+def _run_harness(case: dict[str, Any], root: Path) -> str:
+    """Run the test of a harness on its own kernel and on a solution put into it."""
+    nki_sim.provide()
+    solution = (root / case["solution"]).read_text()
+    text = (root / case["file"]).read_text().replace("# SUBSTITUTE HERE", solution, 1)
+    options = SimOptions(accumulate="report", nki=case.get("nki", "0.7"))
+    with tempfile.TemporaryDirectory() as folder, _cpu_for_device():
+        path = Path(folder, Path(case["file"]).name)
+        path.write_text(text)
+        try:
+            names = runpy.run_path(str(path))
+            own = re.findall(r"test_nki\((\w+), solution\)", text)[-1]
+            kernels = [nki_sim.simulate(names[name], options) for name in (own, "solution")]
+            return "right" if names["test_nki"](*kernels) else "wrong: the harness says so"
+        except Exception as error:
+            raise RuntimeError(str(error).replace(f"{folder}/", "")) from error
 
 
 def run_case(case: dict[str, Any], checkouts: Path) -> str:
@@ -108,6 +136,8 @@ def run_case(case: dict[str, Any], checkouts: Path) -> str:
     root = (checkouts / case["source"]).resolve()
     sys.path[:0] = [str(checkouts / each) for each in case.get("path", [])]
     try:
+        if "solution" in case:
+            return _run_harness(case, root)
         return _run_kernel(case, root) if "kernel" in case else _run_script(case, root)
     except Exception as error:  # noqa: BLE001  theirs may raise anything; the list keeps it
         text = re.sub(rf"{re.escape(str(root))}/", "", str(error))

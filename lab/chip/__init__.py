@@ -1,1 +1,5 @@
-"""Rehearsals and fits of a chip: what only the owners of the clock run; see `tools/chip`."""
+"""Chip day: what a machine with a Trainium settles, and rehearsals of it.
+
+Nothing here decides whether a chip is there: a `Device` compiles, runs and times; one stands for
+the chip, one for a simulator whose coefficients nobody has seen.
+"""

@@ -20,9 +20,9 @@ import numpy as np
 
 from lab.bench.decode import main as bench_decode
 from lab.bench.prefill import main as bench_prefill
-from neuron_moe.tools.chip.device import Device, Job
-from neuron_moe.tools.chip.devices import find_device
-from neuron_moe.tools.chip.probes.dma import nothing
+from lab.chip.device import Device, Job
+from lab.chip.devices import find_device
+from lab.chip.probes.dma import nothing
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.timing.runs import MeasuredRun, running_with
 from neuron_moe.tools.timing.sources import write_result

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from lab.chip.choices import turned
+from lab.chip.coefficients import LAUNCH, NOT_MEASURED, chip_with
 from lab.chip.conclusions import hold_against
+from lab.chip.devices import find_device
+from lab.chip.duration import CHIP_ROUNDS, calibrate_sum
 from lab.chip.fit import Fit, fit
+from lab.chip.held_out import held_out_jobs
 from lab.chip.model import ProbeModel
 from lab.chip.observe import Observed, observe, probe_jobs, read_observed
-from neuron_moe.tools.chip.coefficients import LAUNCH, NOT_MEASURED, chip_with
-from neuron_moe.tools.chip.devices import find_device
-from neuron_moe.tools.chip.duration import CHIP_ROUNDS, calibrate_sum
-from neuron_moe.tools.chip.held_out import held_out_jobs
-from neuron_moe.tools.chip.stand_in import StandIn, timed
+from lab.chip.stand_in import StandIn, timed
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.parsers import Parser
 from nki_sim.time.timeline import schedule

@@ -14,14 +14,14 @@ import dataclasses
 import math
 from typing import Any
 
-from neuron_moe.tools.check.kernel_cases.adapters import run
-from neuron_moe.tools.check.outcomes import tell
-from neuron_moe.tools.check.vendor_cases.case import Case, Limits, seed_of
-from neuron_moe.tools.chip.cases import CASES
-from neuron_moe.tools.chip.device import Device
-from neuron_moe.tools.chip.devices import find_device
-from neuron_moe.tools.chip.open_features.answers import ask
-from neuron_moe.tools.chip.open_features.listing import OPEN_FEATURES, Fallback, OpenFeature
+from lab.check.kernel_cases.adapters import run
+from lab.check.outcomes import tell
+from lab.check.vendor_cases.case import Case, Limits, seed_of
+from lab.chip.cases import CASES
+from lab.chip.device import Device
+from lab.chip.devices import find_device
+from lab.chip.open_features.answers import ask
+from lab.chip.open_features.listing import OPEN_FEATURES, Fallback, OpenFeature
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 

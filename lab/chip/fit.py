@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.chip.coefficients import COEFFICIENTS, start_values
 from lab.chip.model import ProbeModel
+from lab.chip.probes.listing import SWITCH_PROBES
 from lab.chip.series import Times
-from neuron_moe.tools.chip.coefficients import COEFFICIENTS, start_values
-from neuron_moe.tools.chip.probes.listing import SWITCH_PROBES
 
 PRIOR: Final = 0.6  # standard deviation of a logarithm: a factor of 1.8
 MODEL_ERROR: Final = 5e-4  # share of a time, beside its own error

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_moe.tools.chip.coefficients import LAUNCH, chip_with
+from lab.chip.coefficients import LAUNCH, chip_with
 from nki_sim.hardware import SWITCHES, TRN2, Hardware
 from nki_sim.time.prepare import Price, prices_of
 from nki_sim.time.reorder import play

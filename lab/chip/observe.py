@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from lab.check.launcher import Launched
+from lab.chip.device import Device, Job
+from lab.chip.held_out import held_out_jobs
+from lab.chip.probes.listing import PROBES
 from lab.chip.series import Times, measure
-from neuron_moe.tools.check.launcher import Launched
-from neuron_moe.tools.chip.device import Device, Job
-from neuron_moe.tools.chip.held_out import held_out_jobs
-from neuron_moe.tools.chip.probes.listing import PROBES
 from neuron_moe.tools.console import progress_bar
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lab.chip.calibrate import ROUNDS, conclude
 from lab.chip.observe import observe
-from neuron_moe.tools.chip.stand_in import StandIn
+from lab.chip.stand_in import StandIn
 from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import SWITCHES

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_moe.tools.chip.device import Loaded
+from lab.chip.device import Loaded
 
 DEGREE: Final = 7
 PASSES: Final = 3

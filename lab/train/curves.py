@@ -1,14 +1,17 @@
 """Losses of the shipped tiny model while it is fine-tuned by our experts and by transformers' own.
 
-    python -m lab.train.curves    # writes docs/results/train_curves.json
+    python -m lab.train.curves           # writes docs/results/train_curves.json and a picture
+    python -m lab.train.curves --draw    # the picture again
 
 Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
 save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,23 +23,52 @@ from neuron_moe.tools.timing.condensed import condense
 from neuron_moe.transformers_experts import register_experts
 
 RESULT = Path("docs/results/train_curves.json")
+PICTURE = Path("docs/pictures/train_curves.png")
 _RATE = 1e-4
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train every way, write the curves; return the exit status."""
     parser = Parser("curves", __doc__)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--draw", action="store_true", help="only the picture, from --out")
     args = parser.parse_args(argv)
-    found = curves(args.steps)
-    exact = found["transformers"]
-    for name, losses in found.items():
-        apart = max(abs(one - other) for one, other in zip(losses, exact, strict=True))
-        print(f"{name:32} {losses[0]:.6f} -> {losses[-1]:.6f}, at most {apart:.1e} apart")
-    note = "measured on a CPU in float32 by: python -m lab.train.curves"
-    args.out.write_text(condense({"note": note, "rate": _RATE, "losses": found}))
+    if not args.draw:
+        note = "measured on a CPU in float32 by: python -m lab.train.curves"
+        found = curves(args.steps)
+        args.out.write_text(condense({"note": note, "rate": _RATE, "losses": found}))
+    losses = json.loads(args.out.read_text())["losses"]
+    exact = losses["transformers"]
+    for name, mine in losses.items():
+        apart = max(abs(one - other) for one, other in zip(mine, exact, strict=True))
+        print(f"{name:32} {mine[0]:.6f} -> {mine[-1]:.6f}, at most {apart:.1e} apart")
+    draw(losses, args.picture)
     return 0
+
+
+def draw(losses: dict[str, list[float]], path: Path) -> None:
+    """Draw means of ten steps of each way, and how far each is from transformers'."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.4), dpi=120)
+    mean, apart = figure.subplots(1, 2)
+    exact = np.array(losses["transformers"])
+    for number, (name, found) in enumerate(losses.items()):
+        mine = np.array(found)
+        tens = mine[: len(mine) // 10 * 10].reshape(-1, 10).mean(1)
+        mean.plot(10 * np.arange(1, len(tens) + 1), tens, label=name, linewidth=4 - number)
+        if name != "transformers":
+            apart.semilogy(np.abs(mine - exact) + 1e-7, label=name, linewidth=1)
+    mean.set_ylabel("loss, mean of ten steps, nats")
+    apart.set_ylabel("distance from transformers' experts")
+    for axes in (mean, apart):
+        axes.set_xlabel("step")
+        axes.legend(fontsize=7)
+    figure.suptitle("tiny_gpt_oss fine-tuned four ways, float32 [measured on a CPU]", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def curves(steps: int) -> dict[str, list[float]]:
@@ -65,7 +97,7 @@ def _theirs(implementation: Callable[[], str]) -> Callable[[Run], nn.Module]:
 
         model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
         model.set_experts_implementation(implementation())
-        trained: nn.Module = model.train()
+        trained: nn.Module = model.float().train()  # transformers 5.17 gives experts in bfloat16
         return trained
 
     return build

@@ -193,8 +193,9 @@ def take_step(
     sum_shared_gradients(model)
     clip_gradients(model, _CLIP_NORM)
     optimizer.step()
-    step_selection_biases(model)
     layers = [each for each in model.modules() if isinstance(each, MoE)]
+    if any(each.router.e_score_correction_bias is not None for each in layers):
+        step_selection_biases(model)
     record = {"loss": float(loss.detach())}
     for name in {name for layer in layers for name in layer.losses}:
         record[name] = sum(float(layer.losses[name]) for layer in layers) / len(layers)

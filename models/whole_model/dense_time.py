@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from neuron_moe import MoE
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.sizes import DenseRule, Spread
 from neuron_moe.models.whole_model.layers import LayerKind, layer_kinds
+from neuron_moe.moe import MoE
 from neuron_moe.planner.coefficients import COEFFICIENTS, Machine
 from neuron_moe.planner.collective_times import (
     ROW_BYTES,

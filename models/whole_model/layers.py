@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from neuron_moe import MoE
+from neuron_moe.moe import MoE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

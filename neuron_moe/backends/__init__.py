@@ -9,6 +9,7 @@ from torch import Tensor
 
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.spec import ExpertSpec, RouterSpec
 from neuron_moe.weights.expert_weights import Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import ProductForms
@@ -28,6 +29,9 @@ class Backend(Protocol):
     name: str
     has_gradient: bool
     plans_ahead: bool
+
+    def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
+        """Raise ValueError for a layer of which this backend computes no step, when it is built."""
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Decide how a step of a layer is computed, and prepare it.

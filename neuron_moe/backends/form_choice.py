@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from neuron_moe.backends import compiled_products
-from neuron_moe.backends.brought_kernels import brought_for
+from neuron_moe.backends.custom_kernels import custom_kernels_for
 from neuron_moe.backends.form_times import Times, form_times, linear_times, machine
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import LayerParts
@@ -46,12 +46,12 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
         ValueError: an unknown form, or one that cannot be here.
     """
     weights = parts.weights
-    brought = {kernel.name: kernel for kernel in brought_for(weights, parts.num_experts)}
-    check_choice("form", form, (MEASURED, *FORMS, *brought))
+    custom = {kernel.name: kernel for kernel in custom_kernels_for(weights, parts.num_experts)}
+    check_choice("form", form, (MEASURED, *FORMS, *custom))
     if weights.packed_down is not None or weights.down_proj_EIH.device.type != "cpu":
         return None
-    if form in brought:
-        return ProductForms.brought(form, brought[form].prepare(weights))
+    if form in custom:
+        return ProductForms.custom(form, custom[form].prepare(weights))
     if form != MEASURED:
         if form in PACKED_FORMS:
             PackedMatrices(weights.down_proj_EIH[:1])  # refuses what cannot be packed
@@ -64,8 +64,8 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
     matrices = (weights.gate_up_proj_EHI, weights.down_proj_EIH)
     second_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
     forms = choose(times, lambda: _leaves_enough(second_bytes))
-    chosen = brought.keys() & set(forms.by_bucket.values())
-    return replace(forms, compute=brought[chosen.pop()].prepare(weights)) if chosen else forms
+    chosen = custom.keys() & set(forms.by_bucket.values())
+    return replace(forms, compute=custom[chosen.pop()].prepare(weights)) if chosen else forms
 
 
 def _refuse_odd_rows(weights: ExpertWeights) -> None:
@@ -85,13 +85,13 @@ def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
     """Return the fastest form of each bucket.
 
     Two layouts at once cost memory: where one alone loses little in every bucket, or both may not
-    be kept, the one with the least loss in the mean is taken. A brought kernel's is always the
+    be kept, the one with the least loss in the mean is taken. A custom kernel's is always the
     second.
     """
     alone = (PACKED_FORMS, TRANSPOSED_FORMS, STRAIGHT_FORMS)
-    brought = sorted({form for each in times.values() for form in each}.difference(FORMS))
+    custom = sorted({form for each in times.values() for form in each}.difference(FORMS))
     pairs = [PACKED_FORMS + TRANSPOSED_FORMS, PACKED_FORMS + STRAIGHT_FORMS]
-    pairs += [(*forms, kernel) for forms in alone for kernel in brought]
+    pairs += [(*forms, kernel) for forms in alone for kernel in custom]
     allowed, pair = _best_of(times, alone), _best_of(times, pairs)
     losses = [
         _fastest_time(times, bucket, allowed) / _fastest_time(times, bucket, pair)
@@ -141,10 +141,10 @@ def _judged(times: Mapping[str, float], forms: Iterable[str]) -> dict[str, float
 
 def _reason(times: Times, bucket: int, allowed: Iterable[str]) -> str:
     in_order = sorted(times[bucket].items(), key=lambda each: each[1])
-    told = ", ".join(f"{form} {seconds * 1e3:.3g} ms" for form, seconds in in_order)
+    times_text = ", ".join(f"{form} {seconds * 1e3:.3g} ms" for form, seconds in in_order)
     left_out = [form for form in times[bucket] if form not in allowed]
     why = f"; {' and '.join(left_out)} would need a second layout" if left_out else ""
-    return f"a sample took {told}{why}  [measured on {machine()}]"
+    return f"a sample took {times_text}{why}  [measured on {machine()}]"
 
 
 def _leaves_enough(num_bytes: int) -> bool:

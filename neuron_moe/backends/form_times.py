@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuron_moe.backends import compiled_products
-from neuron_moe.backends.brought_kernels import brought_for
 from neuron_moe.backends.chosen_experts import chosen_experts
+from neuron_moe.backends.custom_kernels import custom_kernels_for
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.linear import laid
 from neuron_moe.weights.packed import PackedMatrices, is_packing_available
@@ -162,9 +162,9 @@ def measure(weights: ExpertWeights, top_k: int, num_experts: int) -> dict[int, d
         run = weights.run(slice(0, _sampled_experts(weights)))
         layouts = _layouts(run) | {
             kernel.name: replace(
-                run, product_forms=ProductForms.brought(kernel.name, kernel.prepare(run))
+                run, product_forms=ProductForms.custom(kernel.name, kernel.prepare(run))
             )
-            for kernel in brought_for(weights, num_experts)
+            for kernel in custom_kernels_for(weights, num_experts)
         }
         deadline = time.perf_counter() + MOST_SECONDS
         for number, bucket in enumerate(BUCKETS):
@@ -330,7 +330,7 @@ def _key(weights: ExpertWeights, top_k: int, num_experts: int) -> str:
     biases = "with" if weights.down_bias_EH is not None else "without"
     dtype = _name(weights.down_proj_EIH.dtype)
     layer = f"{projections} {dtype} {biases} bias, {top_k} of {num_experts}"
-    forms = [*_forms_here(), *(kernel.name for kernel in brought_for(weights, num_experts))]
+    forms = [*_forms_here(), *(kernel.name for kernel in custom_kernels_for(weights, num_experts))]
     return f"{machine()}; {layer}; {' '.join(forms)}"
 
 

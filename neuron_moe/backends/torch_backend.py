@@ -30,6 +30,7 @@ from neuron_moe.device import can_look
 from neuron_moe.paths import decide
 from neuron_moe.plan import LayerParts, Plan, Step, kept_note
 from neuron_moe.router import Routing
+from neuron_moe.spec import ExpertSpec, RouterSpec
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.packed import PackedMatrices
@@ -49,6 +50,9 @@ class TorchBackend:
 
     def __init__(self, static: bool | None = None) -> None:
         self.static = static
+
+    def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
+        """Refuse nothing: every formula is computed."""
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Decide how a step is computed; nothing needs to be prepared."""

@@ -17,7 +17,16 @@ sliced over the ranks that are summed or computed for a share of the tokens.
 """
 
 from neuron_moe.dispatch.build import build_dispatches
-from neuron_moe.dispatch.shuffle import TokenShuffle
-from neuron_moe.dispatch.tokens import Dispatch, Entered, Own, Rows, TokenBatch
+from neuron_moe.dispatch.shuffle import build_shuffle
+from neuron_moe.dispatch.tokens import Beside, Dispatch, Entered, Own, Rows, TokenBatch
 
-__all__ = ["Dispatch", "Entered", "Own", "Rows", "TokenBatch", "TokenShuffle", "build_dispatches"]
+__all__ = [
+    "Beside",
+    "Dispatch",
+    "Entered",
+    "Own",
+    "Rows",
+    "TokenBatch",
+    "build_dispatches",
+    "build_shuffle",
+]

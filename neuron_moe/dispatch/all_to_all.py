@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuron_moe.activations import at_least_float32, sum_dtype
 from neuron_moe.dispatch.ranks import OverRanks, TokenSpread, split_evenly
-from neuron_moe.dispatch.tokens import Choose, Entered, Own, Rows, TokenBatch
+from neuron_moe.dispatch.tokens import Beside, Choose, Entered, Own, Rows, TokenBatch
 from neuron_moe.parallel.collectives import (
     SingleRank,
     all_gather_rows,
@@ -25,7 +25,6 @@ from neuron_moe.parallel.collectives import (
 )
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.router import Routing
-from neuron_moe.shared_experts import SharedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,7 @@ class AllToAll(OverRanks):
                 None if mask is None else mask[share],
                 self.num_before(batch) + share.start,
                 lambda rule, own_TK: self.over_all(batch, rule, own_TK),
+                None if batch.token_ids is None else batch.token_ids[share],
             )
         )
         expert, tensor = self.groups.ep, self.groups.tp
@@ -118,7 +118,7 @@ class AllToAll(OverRanks):
         return Entered(batch, own, rows, routing, trip)
 
     def leave(
-        self, partial_NH: Tensor, entered: Entered, shared: SharedExperts | None
+        self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Sum the slices of an expert, send rows home, add what each token got, in fixed order."""
         trip, own, routing = entered.trip, entered.own, entered.routing
@@ -157,7 +157,7 @@ class AllToAll(OverRanks):
         return [[tuple(row) for row in matrix] for matrix in counts]
 
 
-def _of_own(shared: SharedExperts, own_TH: Tensor) -> Tensor:
+def _of_own(shared: Beside, own_TH: Tensor) -> Tensor:
     """Return the complete result of shared experts for the own tokens."""
     if shared.group.size == 1:  # or whole on each rank
         whole: Tensor = shared(own_TH)

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from neuron_moe.dispatch.tokens import Choose, Entered, Own, Settings, TokenBatch
+from neuron_moe.dispatch.tokens import Beside, Choose, Entered, Own, Settings, TokenBatch
 from neuron_moe.parallel.collectives import Collectives, SingleRank
 from neuron_moe.router import Routing
 from neuron_moe.router_losses import LossTokens
-from neuron_moe.shared_experts import SharedExperts
 
 
 class Local:
@@ -37,11 +36,11 @@ class Local:
 
     def enter(self, batch: TokenBatch, choose: Choose) -> Entered:
         """Route the tokens; they are where their experts are."""
-        own, routing = choose(Own(batch.hidden_TH, batch.padding_mask))
+        own, routing = choose(Own(batch.hidden_TH, batch.padding_mask, token_ids=batch.token_ids))
         return Entered(batch, own, own, routing)
 
     def leave(
-        self, partial_NH: Tensor, entered: Entered, shared: SharedExperts | None
+        self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Add the shared experts."""
         if self.reduce_dtype is not None:

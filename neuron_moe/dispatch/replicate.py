@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from neuron_moe.choices import drop_padding
 from neuron_moe.dispatch.ranks import OverRanks, TokenSpread, split_evenly
-from neuron_moe.dispatch.tokens import Choose, Entered, Own, Rows, TokenBatch
+from neuron_moe.dispatch.tokens import Beside, Choose, Entered, Own, Rows, TokenBatch
 from neuron_moe.parallel.collectives import (
     Collectives,
     SingleRank,
@@ -22,7 +22,6 @@ from neuron_moe.parallel.collectives import (
 )
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.router import Routing
-from neuron_moe.shared_experts import SharedExperts
 
 
 class Replicate(OverRanks):
@@ -48,7 +47,7 @@ class Replicate(OverRanks):
         gather, lengths, mask = self.spread.gather, batch.lengths, batch.padding_mask
         hidden_TH = enter_common(self.spread.replica, batch.hidden_TH)
         if gather.size == 1:
-            own, routing = choose(Own(hidden_TH, mask))
+            own, routing = choose(Own(hidden_TH, mask, token_ids=batch.token_ids))
             return Entered(batch, own, own, routing)
         is_late = mask is not None and self.is_masked_late(mask, batch)
         own, routing = choose(
@@ -57,6 +56,7 @@ class Replicate(OverRanks):
                 None if is_late else mask,
                 self.num_before(batch),
                 lambda rule, own_TK: self.over_all(batch, rule, own_TK),
+                batch.token_ids,
             )
         )
         index_TK, affinities_TK = gather_choices(gather, own.index_TK, own.affinities_TK, lengths)
@@ -68,7 +68,7 @@ class Replicate(OverRanks):
         return Entered(batch, own, Rows(hidden_TH, index_TK, affinities_TK), routing)
 
     def leave(
-        self, partial_NH: Tensor, entered: Entered, shared: SharedExperts | None
+        self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Sum over ranks; each keeps its own tokens."""
         replica, own = self.spread.replica, entered.own
@@ -86,7 +86,7 @@ class Replicate(OverRanks):
             return output_TH, None
         return output_TH, Routing(*(share_common(replica, each) for each in entered.routing))
 
-    def _shared_part(self, entered: Entered, shared: SharedExperts) -> Tensor:
+    def _shared_part(self, entered: Entered, shared: Beside) -> Tensor:
         """Return [N, H], this rank's part of the shared experts of all rows."""
         rows, own = entered.rows, entered.own
         assert rows is not None

@@ -10,13 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from neuron_moe.dispatch.tokens import Choose, Dispatch, Entered, Settings, TokenBatch
+from neuron_moe.dispatch.tokens import Beside, Choose, Dispatch, Entered, Settings, TokenBatch
 from neuron_moe.errors import check_positive_int
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, all_to_all_rows
 from neuron_moe.router import Routing
 from neuron_moe.router_losses import LossTokens
-from neuron_moe.shared_experts import SharedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Shuffled:
         return entered._replace(trip=(order, entered.trip))
 
     def leave(
-        self, partial_NH: Tensor, entered: Entered, shared: SharedExperts | None
+        self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Leave, and bring tokens home."""
         order, trip = entered.trip

@@ -12,7 +12,6 @@ from torch import Tensor
 from neuron_moe.parallel.collectives import Collectives
 from neuron_moe.router import Routing
 from neuron_moe.router_losses import LossTokens
-from neuron_moe.shared_experts import SharedExperts
 
 INDEX_BYTES = 4  # int32
 AFFINITY_BYTES = 4  # float32
@@ -31,6 +30,7 @@ class TokenBatch(NamedTuple):
         phase: one of paths.PHASES; of parts of sequences, as long as these parts would have it.
         is_sequence_part: this rank has its part of each sequence, other ranks have others.
         lengths: tokens of each rank that holds different ones, in their order.
+        token_ids: [t], if the layer was given them.
     """
 
     hidden_TH: Tensor
@@ -39,6 +39,7 @@ class TokenBatch(NamedTuple):
     phase: str
     is_sequence_part: bool
     lengths: tuple[int, ...]
+    token_ids: Tensor | None = None
 
 
 class Own(NamedTuple):
@@ -48,6 +49,7 @@ class Own(NamedTuple):
         hidden_TH: [t, H].
         padding_mask: [t] nonzero for real tokens; None if there is none, or `enter` applies it.
         first_token: number of the first of them among all.
+        token_ids: [t], where they were given.
         over_all: applies a rule of all tokens' choices [T, K], in their order, and returns its
             [t, K] result for the own ones; None where these are all.
     """
@@ -56,6 +58,7 @@ class Own(NamedTuple):
     padding_mask: Tensor | None
     first_token: int = 0
     over_all: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+    token_ids: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -93,6 +96,21 @@ class Entered(NamedTuple):
 Choose = Callable[[Own], tuple[Rows, Routing]]
 
 
+class Beside(Protocol):
+    """What is added to the sum of the routed experts, as `SharedExperts` is."""
+
+    @property
+    def group(self) -> Collectives:
+        """Ranks whose results add up to the whole."""
+
+    @property
+    def whole_on_each_rank(self) -> bool:
+        """Whether each rank computes its own tokens."""
+
+    def __call__(self, x: Tensor, *, part: tuple[int, int] = (0, 1)) -> Tensor:
+        """Return [.., H], the i-th of n summands for `part` (i, n)."""
+
+
 class Dispatch(Protocol):
     """One way to bring tokens and experts together.
 
@@ -117,7 +135,7 @@ class Dispatch(Protocol):
         """Let `choose` route the own tokens, and bring them to the ranks of their experts."""
 
     def leave(
-        self, partial_NH: Tensor, entered: Entered, shared: SharedExperts | None
+        self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Bring partial results home and add them up, and shared experts to them.
 

@@ -1,7 +1,8 @@
 """NxD at the door: its names, signatures, configurations and enums, translated into ours.
 
-Each class is a core class with NxD's constructor; nothing is computed here. A key that changes
-nothing here says so in `explain()`, one that cannot be honoured is refused by name.
+Each class is a core class with NxD's constructor, MoE the core's own; nothing is computed here. A
+key that changes nothing here says so in `explain()`, one that cannot be honoured is refused by
+name.
 
 | NxD's | core |
 | --- | --- |
@@ -10,17 +11,18 @@ nothing here says so in `explain()`, one that cannot be honoured is refused by n
 | BlockwiseMatmulConfig | spec.Tuning |
 | ExpertMLPsV2 | experts.RoutedExperts |
 | SharedExperts | shared_experts.SharedExperts with a SharedSpec |
-| MoE, MoEFusedTKGConfig | moe.MoE with LayerOptions |
+| MoE, MoEFusedTKGConfig | the same: moe.MoE, fused_decode.MoEFusedTKGConfig |
 | ExpertMLPs | ExpertMLPsV2 |
 | moe_process_group | groups that NxD's sharder finds too |
 | NxDI's initialize_moe_module, both forms | MoE; `install()` puts it into NxDI's models |
 """
 
+from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.moe import MoE
 from neuron_moe.nxd_compat.configs import (
     BlockShardStrategy,
     BlockwiseMatmulConfig,
     GLUType,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
     RouterConfig,
     to_torch_dtype,
@@ -37,7 +39,6 @@ from neuron_moe.nxd_compat.groups import (
     init_tensor_expert_parallel_moe_process_groups,
 )
 from neuron_moe.nxd_compat.install import Rebinding, install, is_installed, uninstall
-from neuron_moe.nxd_compat.layer import MoE
 from neuron_moe.nxd_compat.nxdi import (
     initialize_moe_module,
     initialize_moe_module_v1,

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from neuron_moe.activations import HIDDEN_ACTIVATIONS
 from neuron_moe.errors import (
-    WrongTypeError,
+    attributes_of,
     check_bools,
     check_choice,
     check_finite,
@@ -34,13 +35,12 @@ from neuron_moe.errors import (
 from neuron_moe.spec import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_LNC_SIZE,
+    ExpertFormula,
     as_dtype,
     check_top_k,
     open_features,
 )
 from neuron_moe.tuned import DECODE_MODES, TunedPlans, read_tuned
-
-HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
 
 
 class GLUType(Enum):
@@ -70,40 +70,29 @@ class BlockShardStrategy(StrEnum):
 _EnumT = TypeVar("_EnumT", bound=Enum)
 _ConfigT = TypeVar("_ConfigT")
 _LEAVES_BLOCK_SIZE = "_leaves_block_size"
-_CHANGES = "_changes"
+CHANGES = "_changes"  # how often a field was set
 _IGNORED = "_ignored"
-_NAMES = {  # of the arguments that take a configuration
-    "BlockwiseMatmulConfig": "blockwise_matmul_config",
-    "RoutedExpertsMLPOpsConfig": "routed_experts_mlp_config",
-    "MoEFusedTKGConfig": "tkg_config",
-}
 
 
 class _Settable:
     """A configuration whose fields may be set after it was built, checked as by its constructor."""
 
     def __post_init__(self) -> None:
-        vars(self)[_CHANGES] = 0
+        vars(self)[CHANGES] = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field."""
         record: Any = self
         known = [field.name for field in dataclasses.fields(record)]
         reject_unknown(type(self).__name__, [name], known)
-        if self.num_changes is None:
+        if CHANGES not in vars(self):  # it is being built
             super().__setattr__(name, value)
             return
         checked = dataclasses.replace(record, **{name: value})
         vars(self).update({field: getattr(checked, field) for field in known})
-        vars(self)[_CHANGES] += 1
+        vars(self)[CHANGES] += 1
         if name == "block_size":
             vars(self)[_LEAVES_BLOCK_SIZE] = False
-
-    @property
-    def num_changes(self) -> int | None:
-        """How often a field was set; None while it is built."""
-        found: int | None = vars(self).get(_CHANGES)
-        return found
 
 
 class SkipMode(NamedTuple):
@@ -139,18 +128,6 @@ def _as_class(value: Any) -> Any:
             " __name__. Leave it None for the kernels here."
         )
     return getattr(importlib.import_module(value["__module__"]), value["__name__"])
-
-
-def _attributes(kind: type[Any], config: Any) -> dict[str, Any]:
-    """Return the attributes of NxD's configuration object that `kind` has as fields."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    if not found:
-        raise WrongTypeError(
-            f"{_NAMES[kind.__name__]}: must be a {kind.__name__}, not {type(config).__name__}."
-            " Build one and pass it."
-        )
-    return found
 
 
 def _notes_block_size(cls: type[_ConfigT]) -> type[_ConfigT]:
@@ -273,7 +250,7 @@ class BlockwiseMatmulConfig(_Settable):
 
         `skip_dma`, which NxD derives and writes to JSON, is derived again.
         """
-        for name in ("skip_dma", _CHANGES):
+        for name in ("skip_dma", CHANGES):
             kwargs.pop(name, None)
         if kwargs.pop(_LEAVES_BLOCK_SIZE, False):
             kwargs.pop("block_size", None)
@@ -297,7 +274,7 @@ class BlockwiseMatmulConfig(_Settable):
             return cls.default()
         if isinstance(config, cls):
             return config
-        found = _attributes(cls, config)
+        found = attributes_of("blockwise_matmul_config", cls, config)
         if found.get("block_size") == DEFAULT_BLOCK_SIZE:
             del found["block_size"]
         return cls(**found)
@@ -377,6 +354,8 @@ class RoutedExpertsMLPOpsConfig(_Settable):
         early_expert_affinity_modulation: scale the expert's input, not its output (Llama4).
         capacity_factor: None, and NxD's 0 and below ("blockwise"), compute every choice; > 0 drops
             what exceeds ceil(T * K * capacity_factor / E) tokens of an expert.
+        formula: what an expert computes, whatever the keys of its activation, clamps and biases say
+            (not in NxD).
     """
 
     num_experts: int
@@ -406,6 +385,7 @@ class RoutedExpertsMLPOpsConfig(_Settable):
     enable_spmd_rank: bool = False
     is_prefill: bool | None = None
     expert_distribution: list[list[int]] | None = None
+    formula: ExpertFormula | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
@@ -460,32 +440,9 @@ class RoutedExpertsMLPOpsConfig(_Settable):
     @classmethod
     def of(cls, config: Any) -> "RoutedExpertsMLPOpsConfig":
         """Return ours for ours or for NxD's."""
-        return config if isinstance(config, cls) else cls(**_attributes(cls, config))
-
-
-@names_its_keys
-@dataclass(frozen=True)
-class MoEFusedTKGConfig:
-    """NxD's switches of the fused decode kernel; None leaves the choice to `choose_path`."""
-
-    quantized: bool
-    moe_fused_kernel_enabled: bool | None = None
-    router_topk_kernel_enabled: bool | None = None
-    expert_mlp_kernel_enabled: bool | None = None
-    shared_mlp_kernel_enabled: bool | None = None
-    norm_topk_prob: bool = False
-    is_mxfp4_compute: bool | None = None
-    router_mm_dtype: torch.dtype | str = torch.float32
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "router_mm_dtype", as_dtype("router_mm_dtype", self.router_mm_dtype)
-        )
-
-    @classmethod
-    def of(cls, config: Any) -> "MoEFusedTKGConfig":
-        """Return ours for ours or for NxD's."""
-        return config if isinstance(config, cls) else cls(**_attributes(cls, config))
+        if isinstance(config, cls):
+            return config
+        return cls(**attributes_of("routed_experts_mlp_config", cls, config))
 
 
 def to_torch_dtype(dtype_str: str) -> torch.dtype:

@@ -9,21 +9,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from neuron_moe.backends import Backend, get_backend
-from neuron_moe.errors import WeightError, check_choice, names_its_keys
+from neuron_moe.errors import WeightError, check_choice, names_its_keys, refuse
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.nxd_compat import loading
-from neuron_moe.nxd_compat.configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
+from neuron_moe.nxd_compat.configs import (
+    CHANGES,
+    BlockwiseMatmulConfig,
+    RoutedExpertsMLPOpsConfig,
+)
 from neuron_moe.nxd_compat.groups import expert_mesh
-from neuron_moe.nxd_compat.loading import before_load
-from neuron_moe.nxd_compat.nxd import adopt_groups
 from neuron_moe.nxd_compat.sharder import SPMDRank, mark_experts
-from neuron_moe.nxd_compat.tuning import expert_remarks, expert_spec, refuse, tuning_of
+from neuron_moe.nxd_compat.tuning import expert_remarks, expert_spec, tuning_of
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import as_collectives, process_group_of
 from neuron_moe.parallel.config import STRATEGIES
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.paths import DECODE_PHASES
+from neuron_moe.plan import Forms, LayerParts
 from neuron_moe.spec import ExpertSpec, Tuning, as_dtype
+from neuron_moe.weights.checks import before_load
 from neuron_moe.weights.experts import Experts
 
 Pair = tuple[ProcessGroup | None, ProcessGroup | None]
@@ -99,7 +103,6 @@ class ExpertMLPsV2(RoutedExperts):
         one += " normalize_top_k_affinities=False."
         refuse([(config.normalize_top_k_affinities and config.top_k == 1, one)])
         found = _check_choices(backend, strategy)
-        adopt_groups()
         given = _settle_groups(
             main=(tensor_model_parallel_group, expert_model_parallel_group),
             cte=(cte_tensor_model_parallel_group, cte_expert_model_parallel_group),
@@ -136,27 +139,16 @@ class ExpertMLPsV2(RoutedExperts):
         self.is_prefill = is_prefill
         self.enabled_hybrid_sharding = enabled_hybrid_sharding
         self.return_bias = return_bias
-        self._followed = config, config.num_changes, tuning, tuning.num_changes
+        self._followed = config, config.__dict__[CHANGES], tuning, tuning.__dict__[CHANGES]
         self._prepare_for_nxd()
 
     @property
-    def spec(self) -> ExpertSpec:
-        """What the experts are.
+    def num_changes(self) -> int:
+        """How often something was set that plans depend on, here or in a configuration.
 
         Raises:
             ValueError: of a configuration, a size was set that the weights do not have.
         """
-        self._follow()
-        found: ExpertSpec = self.__dict__["_spec"]
-        return found
-
-    @spec.setter
-    def spec(self, spec: ExpertSpec) -> None:
-        self.__dict__["_spec"] = spec
-
-    @property
-    def num_changes(self) -> int:
-        """How often something was set that plans depend on, here or in a configuration."""
         self._follow()
         found: int = self.__dict__["num_changes"]
         return found
@@ -171,15 +163,18 @@ class ExpertMLPsV2(RoutedExperts):
         if seen is None:
             return
         config, given = self.routed_experts_mlp_config, self.blockwise_matmul_config
-        is_same = seen[0] is config and seen[1] == config.num_changes
-        is_tuned = seen[2] is given and seen[3] == given.num_changes
-        if not is_same:
-            self.spec = _of_the_same_weights(expert_spec(config), self.__dict__["_spec"])
-        if not is_tuned:
+        now = config, config.__dict__[CHANGES], given, given.__dict__[CHANGES]
+        if seen[0] is not config or seen[1] != now[1]:
+            self.spec = _of_the_same_weights(expert_spec(config), self.spec)
+        if seen[2] is not given or seen[3] != now[3]:
             tuning = _with_remarks(given, config, self.backend.name, self.is_prefill)
             self.tuning = replace(tuning, save_percent=self.tuning.save_percent)
-        if not (is_same and is_tuned):
-            self._followed = config, config.num_changes, given, given.num_changes
+        self.__dict__["_followed"] = now
+
+    def parts(self, phase: str, forms: Forms | None = None) -> LayerParts:
+        """Return what a backend plans with, as the configurations say now."""
+        self._follow()
+        return super().parts(phase, forms)
 
     @property
     def moe_tensor_model_parallel_group(self) -> ProcessGroup | None:
@@ -405,10 +400,10 @@ def _with_remarks(
         how = "a kernel in any case" if backend == "nki" else "torch operations"
         remarks.append(f"use_index_calc_kernel=False: blocks are indexed by {how}")
     # The constructor's default is True, the configuration's None.
-    told = {config.is_prefill, None if is_prefill else False}
+    given_values = {config.is_prefill, None if is_prefill else False}
     remarks += [
         f"is_prefill={value}: this module computes both phases"
         for value in (True, False)
-        if value in told
+        if value in given_values
     ]
     return replace(tuning, remarks=tuple(remarks))

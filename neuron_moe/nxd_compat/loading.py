@@ -5,10 +5,7 @@ weight random in silence, and keys that only NxD's modules have would be unexpec
 `strict=True`.
 """
 
-from collections.abc import Callable
 from typing import Any
-
-from torch import nn
 
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.nxd_compat import presharded
@@ -17,12 +14,6 @@ from neuron_moe.shared_experts import SharedExperts
 
 State = dict[str, Any]
 RANKS = ("spmd_rank", "spmd_rank_tkg")
-
-
-def before_load(module: Any, prepare: Callable[..., None]) -> None:
-    """Call prepare(module, state_dict, prefix, ..) before a state dict is checked and copied in."""
-    handle = module.register_load_state_dict_pre_hook(prepare)
-    module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)
 
 
 def prepare_experts(mlps: RoutedExperts, state: State, prefix: str, undo: bool | None) -> str:
@@ -67,22 +58,6 @@ def prepare_shared(
         presharded.undo_shared(shared, state, prefix, was_asked_for=is_turned)
         return ""
     return "" if undo is False else presharded.check_shared(shared, state, prefix)
-
-
-def drop_fused_decode(state: State, prefix: str) -> None:
-    """Drop what NxD's fused decode module adds to a layer's keys: the same weights again."""
-    _drop(state, f"{prefix}moe_fused_tkg.")
-    state.pop(f"{prefix}router.weight_T", None)
-
-
-def find_missing(layer: nn.Module, state: State, prefix: str) -> list[str]:
-    """Return the parameters of router and experts that a state dict does not hold."""
-    parts = ("router.", "expert_mlps.", "shared_experts.")
-    return [
-        prefix + name
-        for name in layer.state_dict()
-        if name.startswith(parts) and prefix + name not in state
-    ]
 
 
 def _drop(state: State, prefix: str) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from neuron_moe.parallel import parallel_state
-
 NXD_STATE = "neuronx_distributed.parallel_layers.parallel_state"
 NXD_LAYERS = "neuronx_distributed.parallel_layers.layers"
 NXD_MOE_GROUPS = "neuronx_distributed.modules.moe.moe_process_group"
@@ -23,15 +21,6 @@ def loaded(name: str) -> ModuleType | None:
 def is_on_cpu() -> bool:
     """Say whether NxD was told to use gloo groups."""
     return int(os.environ.get("NXD_CPU_MODE", "0") or 0) > 0
-
-
-def adopt_groups() -> None:
-    """Take NxD's groups as the default of modules built from now on, if it has some and we none."""
-    nxd = loaded(NXD_STATE)
-    if nxd is None or parallel_state.model_parallel_is_initialized():
-        return
-    if nxd.model_parallel_is_initialized():
-        parallel_state.adopt_nxd_groups()
 
 
 def as_parallel_layer(module: nn.Module, name: str = "BaseParallelLinear") -> None:

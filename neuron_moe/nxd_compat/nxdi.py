@@ -7,23 +7,21 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from neuron_moe.backends import Backend
+from neuron_moe.errors import refuse
+from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.moe import MoE
 from neuron_moe.nxd_compat.configs import (
     BlockwiseMatmulConfig,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
 )
 from neuron_moe.nxd_compat.experts import ExpertMLPsV2
-from neuron_moe.nxd_compat.experts_v1 import ExpertMLPs
 from neuron_moe.nxd_compat.groups import (
     get_moe_ep_group,
     get_moe_tp_ep_group,
     init_tensor_expert_parallel_moe_process_groups,
 )
-from neuron_moe.nxd_compat.layer import MoE
-from neuron_moe.nxd_compat.nxd import adopt_groups
 from neuron_moe.nxd_compat.routers import RouterTopK
 from neuron_moe.nxd_compat.shared import SharedExperts
-from neuron_moe.nxd_compat.tuning import refuse
 from neuron_moe.parallel import parallel_state
 
 Groups = dict[str, Any]
@@ -78,7 +76,7 @@ def initialize_moe_module(
     """
     neuron = config.neuron_config
     _refuse_keys(neuron)
-    adopt_groups()
+    parallel_state.default_groups()  # NxD's, from here on
     is_hybrid = neuron.hybrid_sharding_config is not None
     router = RouterTopK(
         config.num_local_experts,
@@ -131,7 +129,7 @@ def initialize_moe_module_v1(
 ) -> MoE:
     """Build the layer of an NxDI configuration, as `modules.moe` does (Mixtral, DBRX).
 
-    Unlike there, moe_ep_degree splits the experts.
+    Unlike there, moe_ep_degree splits the experts, and blockwise_matmul_config is read.
 
     Args:
         config: NxDI's InferenceConfig with a MoENeuronConfig.
@@ -152,7 +150,7 @@ def initialize_moe_module_v1(
     """
     neuron = config.neuron_config
     _refuse_keys(neuron)
-    adopt_groups()
+    parallel_state.default_groups()  # NxD's, from here on
     is_parallel = neuron.sequence_parallel_enabled
     router = RouterTopK(
         num_experts,
@@ -161,16 +159,19 @@ def initialize_moe_module_v1(
         sequence_parallel_enabled=is_parallel,
         sequence_dimension=1,
     )
-    experts = ExpertMLPs(
-        num_experts,
-        top_k,
-        hidden_size,
-        intermediate_size,
-        hidden_act,
-        neuron.glu_mlp,
-        neuron.capacity_factor,
+    experts = ExpertMLPsV2(
+        RoutedExpertsMLPOpsConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            hidden_act=hidden_act,
+            glu_mlp=neuron.glu_mlp,
+            capacity_factor=neuron.capacity_factor,
+            normalize_top_k_affinities=normalize_top_k_affinities,
+        ),
+        BlockwiseMatmulConfig.of(neuron.blockwise_matmul_config),
         sequence_parallel_enabled=is_parallel,
-        normalize_top_k_affinities=normalize_top_k_affinities,
         is_prefill=neuron.is_prefill_stage is not False,
         backend=backend,
         **_groups(neuron, is_hybrid=False),

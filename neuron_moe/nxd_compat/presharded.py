@@ -98,8 +98,7 @@ def _up_half(mlps: RoutedExperts, bias_EI: Tensor) -> Tensor:
 
 
 def _matrices(shared: SharedExperts) -> tuple[str, ...]:
-    names = ("gate_up_proj",) if shared.spec.is_fused else ("gate_proj", "up_proj")
-    return tuple(f"{name}.weight" for name in (*names, "down_proj"))
+    return tuple(f"{name}.weight" for name in (*shared.first_names, "down_proj"))
 
 
 def _is_turned(shared: SharedExperts, state: State, prefix: str, name: str) -> bool:

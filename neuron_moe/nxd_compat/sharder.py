@@ -46,11 +46,8 @@ def expert_cuts(experts: Experts) -> Iterator[tuple[nn.Module, str, Cut]]:
 
 def shared_cuts(shared: SharedExperts) -> Iterator[tuple[nn.Module, str, Cut]]:
     """Yield module, parameter and cut of shared experts."""
-    if shared.spec.is_fused:
-        yield shared.gate_up_proj, "weight", Cut(0, 2)
-    else:
-        yield shared.gate_proj, "weight", Cut(0)
-        yield shared.up_proj, "weight", Cut(0)
+    for name in shared.first_names:
+        yield getattr(shared, name), "weight", Cut(0, 2 if shared.spec.is_fused else 1)
     yield shared.down_proj, "weight", Cut(1)
 
 

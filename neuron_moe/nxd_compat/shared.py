@@ -8,15 +8,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from neuron_moe import shared_experts
+from neuron_moe.activations import HIDDEN_ACTIVATIONS, activation_of
 from neuron_moe.errors import WeightError, check_choice, check_positive_int, names_its_keys
-from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
-from neuron_moe.nxd_compat.loading import before_load, prepare_shared
-from neuron_moe.nxd_compat.nxd import adopt_groups
+from neuron_moe.nxd_compat.loading import prepare_shared
 from neuron_moe.nxd_compat.sharder import mark_shared
-from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES
-from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.collectives import Collectives, as_collectives
-from neuron_moe.spec import SharedSpec, as_dtype
+from neuron_moe.parallel.collectives import as_collectives
+from neuron_moe.spec import ExpertFormula, SharedSpec, as_dtype
+from neuron_moe.weights.checks import before_load
 
 
 @names_its_keys
@@ -27,7 +25,7 @@ class SharedExperts(shared_experts.SharedExperts):
         hidden_size: H.
         intermediate_size: width of one shared expert.
         num_shared_experts: I = intermediate_size * num_shared_experts.
-        hidden_act: one of HIDDEN_ACTIVATIONS.
+        hidden_act: one of HIDDEN_ACTIVATIONS; no effect beside a formula.
         dtype: dtype of the weights, or its name.
         tensor_model_parallel_group: ranks that split I; the output is then a partial sum. Default:
             the tensor parallel ranks of `parallel_state`. `parallel_state.get_world_group()` splits
@@ -40,6 +38,7 @@ class SharedExperts(shared_experts.SharedExperts):
         transpose_weights: no effect; the state dict stays as above, NxD's before its hook, and
             kernels lay weights out themselves.
         is_gated: scale each token by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
+        formula: what they compute, if not down(act(gate(x)) * up(x)); not in NxD.
         device: where the weights live.
 
     Attributes:
@@ -63,6 +62,7 @@ class SharedExperts(shared_experts.SharedExperts):
         transpose_weights: bool = False,
         *,
         is_gated: bool = False,
+        formula: ExpertFormula | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         for name, value in (
@@ -75,14 +75,14 @@ class SharedExperts(shared_experts.SharedExperts):
         spec = SharedSpec(
             hidden_size=hidden_size,
             intermediate_size=intermediate_size * num_shared_experts,
-            activation=ACTIVATION_NAMES.get(act, act),
+            formula=formula or ExpertFormula(activation_of(act)),
             is_fused=fused_gate_up_projection,
             is_gated=is_gated,
         )
-        adopt_groups()
+        group = tensor_model_parallel_group
         super().__init__(
             spec,
-            group=_settle_group(tensor_model_parallel_group),
+            group=None if group is None else as_collectives(group, "shared experts"),
             whole_on_each_rank=sequence_parallel_enabled,
             dtype=as_dtype("dtype", dtype),
             device=device,
@@ -141,11 +141,3 @@ def _remarks(reduce_dtype: torch.dtype | None, transpose_weights: bool) -> tuple
         ),
     )
     return tuple(text for is_told, text in told if is_told)
-
-
-def _settle_group(given: ProcessGroup | None) -> Collectives:
-    """Return the ranks that split I."""
-    groups = parallel_state.get_groups()
-    if given is None and groups is not None:
-        return groups.tensor
-    return as_collectives(given, "shared experts")

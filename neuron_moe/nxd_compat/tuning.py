@@ -1,28 +1,18 @@
 """NxD's switches in our words: what they mean here, what is refused, what changes nothing."""
 
 import dataclasses
-from collections.abc import Iterable
 
+from neuron_moe.activations import activation_of
+from neuron_moe.errors import refuse
 from neuron_moe.nxd_compat.configs import (
     BlockShardStrategy,
     BlockwiseMatmulConfig,
     GLUType,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
 )
 from neuron_moe.spec import ExpertFormula, ExpertSpec, Tuning
 from neuron_moe.tuned import TunedPlans
 from nki_kernels.common.formula import limits
-
-Refusals = Iterable[tuple[object, str]]
-ACTIVATION_NAMES = {"gelu_pytorch_tanh": "gelu_tanh"}  # where NxD's word is another than ours
-
-
-def refuse(refused: Refusals) -> None:
-    """Raise ValueError with the first message whose condition holds."""
-    for is_refused, message in refused:
-        if is_refused:
-            raise ValueError(message)
 
 
 def expert_spec(config: RoutedExpertsMLPOpsConfig) -> ExpertSpec:
@@ -33,9 +23,8 @@ def expert_spec(config: RoutedExpertsMLPOpsConfig) -> ExpertSpec:
     """
     _refuse_keys(config)
     factor = config.capacity_factor
-    name = str(config.hidden_act)
-    formula = ExpertFormula(
-        activation=ACTIVATION_NAMES.get(name, name),
+    formula = config.formula or ExpertFormula(
+        activation=activation_of(str(config.hidden_act)),
         scale=config.hidden_act_scaling_factor,
         has_gate=config.glu_mlp,
         gates_itself=GLUType.validate(config.glu_type) is GLUType.SWIGLU,
@@ -200,64 +189,4 @@ def _refuse_switches(config: BlockwiseMatmulConfig) -> None:
                 " use_shard_on_*_dynamic_while False, or set logical_nc_config=2.",
             ),
         )
-    )
-
-
-def refuse_tkg_switches(switches: MoEFusedTKGConfig, *, has_shared: bool, normalizes: bool) -> None:
-    """Raise ValueError for switches of fused decode that backend='nki' cannot follow.
-
-    Args:
-        switches: NxD's.
-        has_shared: the layer has shared experts.
-        normalizes: router or experts divide the K affinities by their sum.
-    """
-    refuse(
-        (
-            (
-                switches.is_mxfp4_compute,
-                "is_mxfp4_compute=True: Trainium 2 multiplies no MXFP4. Leave it None:"
-                " pack_weights() keeps MXFP4 weights in 8 bits without loss.",
-            ),
-            (
-                switches.router_topk_kernel_enabled is False
-                or switches.expert_mlp_kernel_enabled is False,
-                "router_topk_kernel_enabled=False or expert_mlp_kernel_enabled=False with"
-                " backend='nki', which is these kernels. Leave them None, or use backend='torch'.",
-            ),
-            (
-                switches.shared_mlp_kernel_enabled and not has_shared,
-                "shared_mlp_kernel_enabled=True: the layer has no shared experts. Leave it None.",
-            ),
-            (
-                switches.shared_mlp_kernel_enabled and switches.moe_fused_kernel_enabled is False,
-                "shared_mlp_kernel_enabled=True, moe_fused_kernel_enabled=False: only the fused"
-                " kernel computes shared experts. Leave one of them None.",
-            ),
-            (
-                switches.norm_topk_prob and not normalizes,
-                "norm_topk_prob=True: neither the router renormalises nor the experts"
-                " (normalize_top_k_affinities). Set it where the layer is configured.",
-            ),
-        )
-    )
-
-
-def tkg_remarks(switches: MoEFusedTKGConfig, backend: str) -> tuple[str, ...]:
-    """Return a sentence for each switch of fused decode that was set and changes nothing."""
-    honoured = {
-        "router_topk_kernel_enabled": "routing is a kernel",
-        "expert_mlp_kernel_enabled": "experts are a kernel",
-        "shared_mlp_kernel_enabled": "shared experts are part of the fused launch",
-        "norm_topk_prob": "affinities are normalised where the layer is configured",
-        "is_mxfp4_compute": "no MXFP4 is multiplied",
-        "router_mm_dtype": "routing is computed in float32",
-    }
-    if backend != "nki":
-        names = [field.name for field in dataclasses.fields(switches)]
-        honoured = dict.fromkeys(names, f"switches kernels, backend={backend!r} has none")
-    defaults = MoEFusedTKGConfig(quantized=False)
-    return tuple(
-        f"{name}={getattr(switches, name)}: {why}"
-        for name, why in honoured.items()
-        if getattr(switches, name) != getattr(defaults, name)
     )

@@ -13,6 +13,7 @@ unless they are given others. Without a call everything is one rank.
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from neuron_moe.parallel.groups import (
     offline_groups,
 )
 from neuron_moe.parallel.groups import phases_share_weights as phases_nest
+
+_NXD = "neuronx_distributed.parallel_layers.parallel_state"
 
 
 @dataclass
@@ -137,6 +140,16 @@ def destroy_model_parallel() -> None:
     _state = None
 
 
+def default_groups() -> ParallelGroups | None:
+    """Return the groups of modules that are given none: those built here, else those of an NxD that
+    this process has initialised, else None.
+    """
+    nxd = sys.modules.get(_NXD)
+    if _current() is None and nxd is not None and nxd.model_parallel_is_initialized():
+        adopt_nxd_groups()
+    return get_groups()
+
+
 def model_parallel_is_initialized() -> bool:
     """Say whether groups were built."""
     return _current() is not None
@@ -178,7 +191,7 @@ def adopt_nxd_groups() -> ParallelGroups:
     """
     if _current() is not None:
         raise RuntimeError("adopt_nxd_groups: groups exist. Call destroy_model_parallel() first.")
-    nxd = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+    nxd = importlib.import_module(_NXD)
     if not nxd.model_parallel_is_initialized():
         raise RuntimeError(
             "adopt_nxd_groups: NxD has no groups yet. Call its initialize_model_parallel() first."
@@ -264,14 +277,14 @@ def resolve_expert_groups(
 
     The group to sum over follows from a single given group; for two, `MoE` must be given it.
     """
-    state = _current()
+    state = default_groups()
     if tensor is None and expert is None and state is not None:
-        groups = state.groups.experts(phase)
+        groups = state.experts(phase)
         return groups if strategy is None else replace(groups, strategy=strategy)
     tp, ep = as_collectives(tensor, "tensor"), as_collectives(expert, "expert")
     model: Collectives | None = None
     if tp.size > 1 and ep.size > 1:
-        known = None if state is None else state.groups.experts(phase).model
+        known = None if state is None else state.experts(phase).model
         fits = known is not None and known.size == tp.size * ep.size
         model = known if fits else Unsettled(tp.size * ep.size)
     return ExpertGroups.of(tp, ep, model, strategy or "replicate")

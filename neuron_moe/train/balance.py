@@ -96,7 +96,7 @@ def gather_expert_load(layer: MoE, group: ProcessGroup | Collectives | None = No
         group = dist.group.WORLD
     # A rank counts the tokens it routes: its own under sequence parallelism and all-to-all, else
     # those of all ranks that hold the same.
-    alike = layer.dispatch("prefill", layer.options.is_sequence_parallel).alike
+    alike = layer.dispatch("prefill", layer.sequence_parallel_enabled).alike
     return as_collectives(group, "copies").all_reduce(load) // alike.size
 
 
@@ -148,10 +148,18 @@ def step_selection_biases(
         model: with MoE layers; those without a selection bias are left alone.
         rate: see `update_selection_bias`.
         group: see `gather_expert_load`.
+
+    Raises:
+        ValueError: no router of the model has a selection bias.
     """
-    for layer in (module for module in model.modules() if isinstance(module, MoE)):
-        if layer.router.e_score_correction_bias is None:
-            continue
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    biased = [each for each in layers if each.router.e_score_correction_bias is not None]
+    if not biased:
+        raise ValueError(
+            f"model: no router of its {len(layers)} MoE layers has a selection bias to move. Build"
+            " them with selection_bias=True, or balance by use_router_losses."
+        )
+    for layer in biased:
         if layer.expert_load is not None:
             update_selection_bias(layer.router, gather_expert_load(layer, group), rate)
         layer.enable_load_counters(training_only=True)

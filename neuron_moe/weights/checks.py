@@ -1,6 +1,6 @@
 """Weights a module is given: refused by name where shape or dtype is wrong."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ def refuse_wrong_weights(module: nn.Module) -> None:
     torch alone copies integer and fp8 codes into float weights as if they were numbers.
     """
     module.register_load_state_dict_pre_hook(_check_entries)  # type: ignore[no-untyped-call]
+
+
+def before_load(module: Any, prepare: Callable[..., None]) -> None:
+    """Call prepare(module, state_dict, prefix, ..) before a state dict is checked and copied in."""
+    handle = module.register_load_state_dict_pre_hook(prepare)
+    module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)
 
 
 def check_weight(name: str, found: Tensor, shape: Sequence[int]) -> None:
@@ -37,5 +43,12 @@ def _check_entries(
 ) -> None:
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         found = state_dict.get(prefix + name)
-        if isinstance(found, Tensor):
+        if not isinstance(found, Tensor):
+            continue
+        if weight.is_floating_point():
             check_weight(prefix + name, found, weight.shape)
+        elif found.shape != weight.shape or found.is_floating_point():
+            raise WeightError(
+                f"{prefix}{name}: {found.dtype} of shape {list(found.shape)} must be integers of"
+                f" shape {list(weight.shape)}. Check what the checkpoint calls so."
+            )

@@ -18,7 +18,7 @@ the dtype and the number of tokens.
 All matrices have the shape [in, out]. Straight ones lie in memory so, transposed ones as [out, in];
 which of the two a matrix library reads faster hangs on machine and dtype (measured).
 
-A server may bring kernels of its own, forms besides; see `backends.brought_kernels`.
+A server may register kernels of its own, forms besides; see `backends.custom_kernels`.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,10 +64,10 @@ class ProductForms:
     """The form of each step, by its number of tokens.
 
     Attributes:
-        by_bucket: one of FORMS, or of a brought kernel, for each of BUCKETS.
+        by_bucket: one of FORMS, or of a custom kernel, for each of BUCKETS.
         reasons: why, one sentence for each of BUCKETS.
         packed: a second copy of the matrices, where some steps take them packed and some not.
-        compute: a brought kernel with its copy of the matrices, where some steps take it.
+        compute: a custom kernel with its copy of the matrices, where some steps take it.
         made_from: the weights of these copies, by which one sees whether they changed since.
     """
 
@@ -83,8 +83,8 @@ class ProductForms:
         return cls(dict.fromkeys(BUCKETS, form), dict.fromkeys(BUCKETS, "fixed by an option"))
 
     @classmethod
-    def brought(cls, name: str, compute: Compute) -> "ProductForms":
-        """Return a brought kernel for every step."""
+    def custom(cls, name: str, compute: Compute) -> "ProductForms":
+        """Return a custom kernel for every step."""
         return replace(cls.fixed(name), compute=compute)
 
     @property
@@ -111,7 +111,7 @@ class ProductForms:
         return self.reasons[bucket_of(tokens)]
 
     def run(self, experts: slice) -> "ProductForms":
-        """Return the same for a run of the experts, which a brought kernel does not compute."""
+        """Return the same for a run of the experts, which a custom kernel does not compute."""
         if self.packed is None:
             return replace(self, compute=None)
         first, down = (matrices.run(experts) for matrices in self.packed)

@@ -9,7 +9,7 @@ import nki.language as nl
 from nki_kernels.common.rank_sums import ALONE, RankSum, check_rank_sum
 from nki_kernels.common.token_tiles import whole_tiles
 
-_MAX_TOP_K = 16
+_MAX_TOP_K = 32
 _MAX_PARTS = 8
 _MAX_ROWS = 1 << 24  # row numbers are exact in float32
 

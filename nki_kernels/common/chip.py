@@ -17,14 +17,12 @@ from nki_sim import hardware
 from nki_sim.hardware import TRN2, Hardware
 
 PARTITIONS: Final = TRN2.partitions  # lanes of SBUF and PSUM
-SBUF_BYTES: Final = TRN2.sbuf_usable_bytes_per_partition
 BANKS: Final = TRN2.psum_banks
 BANK_BYTES: Final = TRN2.psum_bank_bytes  # per partition
 BANK_FLOATS: Final = BANK_BYTES // 4
 GPSIMD_BYTES: Final = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
-# The compiler aligns what it places: where SBUF is filled to the brim, whole KiB are counted on.
-FITTED_SBUF_BYTES: Final = SBUF_BYTES // 1024 * 1024
+_SBUF_PERCENT: Final = 90  # buffers are fitted into: how the compiler places them is not published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +68,12 @@ def chip_in_force(name: str = "trn2") -> Hardware:
 
 def fitted_sbuf_bytes(name: str = "trn2") -> int:
     """Return the bytes per partition that buffers may be fitted into, in whole KiB."""
-    return hardware.CHIPS[name].sbuf_usable_bytes_per_partition // 1024 * 1024
+    usable = hardware.CHIPS[name].sbuf_usable_bytes_per_partition
+    return usable * _SBUF_PERCENT // 100 // 1024 * 1024
+
+
+# Of a Trainium 2.
+SBUF_BYTES: Final = fitted_sbuf_bytes()
 
 
 def core(name: str = "trn2") -> Core:

@@ -33,7 +33,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.square(np.maximum(x, 0)),
 }
+
+
+def _softcap(x: Array, cap: float) -> Array:
+    return np.asarray(cap * np.tanh(x / cap)) if cap else x
 
 
 def inner(formula: ExpertFormula, projected: Array) -> Array:
@@ -50,6 +55,6 @@ def inner(formula: ExpertFormula, projected: Array) -> Array:
     gate = np.clip(gate, *bounds_of(formula.gate_limits))
     activated = act(formula.scale * gate)
     if formula.gates_itself:
-        activated = gate * activated
-    up = np.clip(up, *bounds_of(formula.up_limits))
+        activated = _softcap(gate, formula.gate_softcap) * activated
+    up = _softcap(np.clip(up, *bounds_of(formula.up_limits)), formula.up_softcap)
     return np.asarray(activated * (up + formula.up_offset))

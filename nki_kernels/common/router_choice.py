@@ -23,8 +23,8 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS
 from nki_kernels.common.formula import ROUTER_ACTIVATIONS, RouterFormula
 
-MAX_TOP_K = 16
-MAX_EXPERTS = BANK_FLOATS  # logits of a token lie in one bank
+MAX_TOP_K = 32
+MAX_EXPERTS = 2 * BANK_FLOATS  # logits of a token lie in two banks
 AT_ONCE = 8  # values per max8 (nki.isa.max8), and the fewest it takes
 LOWEST = -3.4028234663852886e38  # below every score
 _HIGHEST = 3.4028234663852886e38  # equal to no score
@@ -40,7 +40,9 @@ def check_router_formula(formula: RouterFormula, num_experts: int) -> None:
             f" num_experts={num_experts}."
         )
     if formula.act_fn not in ROUTER_ACTIVATIONS:
-        raise ValueError(f"act_fn={formula.act_fn!r}: must be 'softmax' or 'sigmoid'.")
+        raise ValueError(
+            f"act_fn={formula.act_fn!r}: must be one of {', '.join(ROUTER_ACTIVATIONS)}."
+        )
     grouped = formula.n_group > 1
     if formula.act_over_topk and (formula.has_selection_bias or grouped):
         raise ValueError(
@@ -74,8 +76,8 @@ def check_router_formula(formula: RouterFormula, num_experts: int) -> None:
 class Picked(nl.NKIObject):
     """The experts of a tile of tokens; the first K columns are theirs, best first."""
 
-    values_sb: nl.ndarray  # [rows, 8 or 16] float32, what they were chosen by
-    position_sb: nl.ndarray  # [rows, 8 or 16] uint32, the experts
+    values_sb: nl.ndarray  # [rows, K filled up to eights] float32, what they were chosen by
+    position_sb: nl.ndarray  # [rows, K filled up to eights] uint32, the experts
     scores_sb: nl.ndarray  # [rows, E] float32, act(logits), if they were chosen by scores
 
 
@@ -103,8 +105,8 @@ def finish_logits(logits_ps: nl.ndarray, bias_sb: nl.ndarray, formula: RouterFor
 def ranks_scores(formula: RouterFormula) -> bool:
     """Whether experts are chosen by their scores, which something changes before they are ranked.
 
-    Otherwise the logits choose: both activations are monotone, so they rank alike, and logits
-    never saturate into ties.
+    Otherwise the logits choose: activations are monotone, so they rank alike, and logits never
+    saturate into ties.
     """
     return formula.has_selection_bias or formula.n_group > 1
 
@@ -141,7 +143,7 @@ def pick_into(
     num_experts: int,
     formula: RouterFormula,
 ) -> Picked:
-    """Do what `pick` does, and write to views [rows, 8 or 16] of float32 and uint32."""
+    """Do what `pick` does, and write to views of float32 and uint32, K filled up to eights."""
     scores_sb, ranked_sb = _score_all(logits, selection_bias_sb, num_experts, formula)
     _find_largest(best, positions, ranked_sb)
     return Picked(best, positions, scores_sb)
@@ -264,7 +266,7 @@ def finish_weights(
             nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=weights, axis=2)
         _divide(weights, sums_sb)
     elif not ranks_scores(formula):
-        nisa.activation(dst=weights, op=nl.sigmoid, data=best)
+        _activate_each(weights, best, formula)
     if formula.renormalize:
         nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=weights, axis=2)
         nisa.tensor_scalar(dst=sums_sb, data=sums_sb, op0=nl.add, operand0=formula.renormalize_eps)
@@ -293,7 +295,7 @@ def _scale(weights: nl.ndarray, formula: RouterFormula) -> None:
 def _score(weights: nl.ndarray, picked: Picked, num_experts: int, formula: RouterFormula) -> None:
     """Write the scores of the K experts, [rows, K]."""
     if not ranks_scores(formula):
-        nisa.activation(dst=weights, op=nl.sigmoid, data=picked.values_sb[:, 0 : formula.top_k])
+        _activate_each(weights, picked.values_sb[:, 0 : formula.top_k], formula)
         return
     position_sb = nl.ndarray(weights.shape, nl.uint32, buffer=nl.sbuf)
     write_index(position_sb, picked.position_sb[:, 0 : formula.top_k], num_experts)
@@ -326,12 +328,22 @@ def _sum_exponents(
 
 def _activate_all(scores_sb: nl.ndarray, logits: nl.ndarray, formula: RouterFormula) -> None:
     """Write act(logits) over all experts, [rows, E]."""
-    if formula.act_fn == "sigmoid":
-        nisa.activation(dst=scores_sb, op=nl.sigmoid, data=logits)
+    if formula.act_fn != "softmax":
+        _activate_each(scores_sb, logits, formula)
         return
     largest_sb = nl.ndarray((logits.shape[0], 1), nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=largest_sb, op=nl.maximum, data=logits, axis=1)
     _softmax_of(scores_sb, logits, logits, largest_sb)
+
+
+def _activate_each(dst: nl.ndarray, data: nl.ndarray, formula: RouterFormula) -> None:
+    """Write an activation that takes each logit by itself."""
+    if formula.act_fn == "sigmoid":
+        nisa.activation(dst=dst, op=nl.sigmoid, data=data)
+        return
+    nisa.activation(dst=dst, op=nl.softplus, data=data)
+    # A root of the Scalar engine is not defined for the smallest numbers.
+    nisa.tensor_scalar(dst=dst, data=dst, op0=nl.power, operand0=0.5, engine=nisa.engine.gpsimd)
 
 
 def _rank(
@@ -409,7 +421,7 @@ def _find_largest(best: nl.ndarray, positions: nl.ndarray, values: nl.ndarray) -
     """Write the largest values and their positions, the lower position first.
 
     Args:
-        best: [rows, 8 or 16], so many are written.
+        best: [rows, a multiple of 8], so many are written.
         positions: likewise, uint32.
         values: [rows, 8 or more].
     """

@@ -1,5 +1,6 @@
 """Reference of router_topk: the formula in NumPy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,18 @@ def rms_norm(hidden_TH: Array, weight_H: Array, eps: float) -> Array:
     return np.asarray(hidden_TH / np.sqrt(mean_T1 + hidden_TH.dtype.type(eps)) * weight_H)
 
 
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "softmax": softmax,
+    "sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x))),
+    "sqrtsoftplus": lambda x: np.asarray(np.sqrt(np.logaddexp(0, x))),
+}
+
+
 def route(
     logits_TE: Array, formula: RouterFormula, selection_bias_E: Array | None = None
 ) -> tuple[Array, Array]:
     """Return (affinities [T, K], index [T, K]) of biased logits [T, E], in their dtype."""
-    activate = softmax if formula.act_fn == "softmax" else lambda x: 1 / (1 + np.exp(-x))
+    activate = _ACTIVATIONS[formula.act_fn]
     ranked_TE = logits_TE
     if selection_bias_E is not None or formula.n_group > 1:
         ranked_TE = activate(logits_TE) + (0 if selection_bias_E is None else selection_bias_E)

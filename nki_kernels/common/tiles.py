@@ -12,7 +12,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
@@ -176,7 +176,7 @@ def activation_function(activation: str) -> Any:
         return nl.gelu
     if activation == "gelu_tanh":
         return nl.gelu_apprx_tanh
-    if activation == "relu":
+    if activation == "relu" or activation == "relu2":  # squared by a product
         return nl.relu
     if activation == "tanh":
         return nl.tanh
@@ -185,7 +185,13 @@ def activation_function(activation: str) -> Any:
 
 def is_fused(formula: ExpertFormula) -> bool:
     """Whether the Scalar engine has gate * sigmoid(scale * gate), this scale, as one function."""
-    return formula.gates_itself and (formula.scale == 1.0 or formula.scale == _OAI_SCALE)
+    is_known = formula.scale == 1.0 or formula.scale == _OAI_SCALE
+    return formula.gates_itself and formula.gate_softcap == 0.0 and is_known
+
+
+def needs_product(formula: ExpertFormula) -> bool:
+    """Whether an activation is multiplied with its argument, or with itself."""
+    return formula.activation == "relu2" or (formula.gates_itself and not is_fused(formula))
 
 
 def gate_function(formula: ExpertFormula) -> Any:
@@ -193,6 +199,60 @@ def gate_function(formula: ExpertFormula) -> Any:
     if not is_fused(formula):
         return activation_function(formula.activation)
     return nl.silu if formula.scale == 1.0 else nl.gelu_apprx_sigmoid
+
+
+def finish_gate(
+    formula: ExpertFormula,
+    dst_sb: nl.NkiTensor,
+    scratch_sb: nl.NkiTensor,
+    source: nl.NkiTensor,
+    activated_sb: nl.NkiTensor,
+) -> None:
+    """Write what an activation is multiplied with: the gate, capped if it is, or itself.
+
+    Args:
+        formula: with `gates_itself` that is not fused, or relu2.
+        dst_sb: for the product.
+        scratch_sb: may be `source`, which a cap overwrites.
+        source: what was activated.
+        activated_sb: act of it.
+    """
+    if not formula.gates_itself:
+        nisa.tensor_tensor(dst=dst_sb, data1=activated_sb, data2=activated_sb, op=nl.multiply)
+    elif formula.gate_softcap == 0.0:
+        nisa.tensor_tensor(dst=dst_sb, data1=source, data2=activated_sb, op=nl.multiply)
+    else:
+        cap = formula.gate_softcap
+        nisa.activation(dst=scratch_sb, op=nl.tanh, data=source, scale=1.0 / cap)
+        multiply_chain(dst_sb, scratch_sb, scratch_sb, [nl.multiply], [cap], activated_sb)
+
+
+def finish_up(
+    formula: ExpertFormula,
+    dst_sb: nl.NkiTensor,
+    scratch_sb: nl.NkiTensor,
+    data: nl.NkiTensor,
+    operators: list[Any],
+    operands: list[Any],
+    other_sb: nl.NkiTensor,
+) -> None:
+    """Do what `multiply_chain` does, with the cap and the offset of up projections that have one.
+
+    Args:
+        formula: of the expert.
+        dst_sb, scratch_sb, data, operators, operands, other_sb: as there; without the offset if
+            the formula has a cap.
+    """
+    cap = formula.up_softcap
+    if cap == 0.0:
+        multiply_chain(dst_sb, scratch_sb, data, operators, operands, other_sb)
+        return
+    source = apply_chain(scratch_sb, data, operators, operands)
+    nisa.activation(dst=scratch_sb, op=nl.tanh, data=source, scale=1.0 / cap)
+    late, numbers = [nl.multiply], [cap]
+    if formula.up_offset != 0.0:
+        late, numbers = [nl.multiply, nl.add], [cap, formula.up_offset]
+    multiply_chain(dst_sb, scratch_sb, scratch_sb, late, numbers, other_sb)
 
 
 def apply_chain(
@@ -245,6 +305,21 @@ def multiply_chain(
         op1=nl.multiply,
         operand1=other_sb,
     )
+
+
+def multiply_banks(
+    dst_ps: nl.NkiTensor, stationary: nl.NkiTensor, moving: nl.NkiTensor, accumulate: bool
+) -> None:
+    """Write or add a product [rows, columns] that may lie in several banks of PSUM."""
+    columns = dst_ps.shape[1]
+    for first in range(0, columns, BANK_FLOATS):
+        bank = slice(first, min(first + BANK_FLOATS, columns))
+        nisa.nc_matmul(
+            dst=dst_ps[:, bank],
+            stationary=stationary,
+            moving=moving[:, bank],
+            accumulate=accumulate,
+        )
 
 
 def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:

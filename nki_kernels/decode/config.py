@@ -18,7 +18,7 @@ from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
 from nki_kernels.common.tiles import rows_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
-MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
+MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 32, 1024
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 _TURNED_TOKENS = 64  # a matmul of fewer columns takes as long: up to here y^T is made, not rows
 _OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most
@@ -430,7 +430,15 @@ def group_size(config: DecodeConfig) -> int:
     if config.sums_in_psum or holds_expert(config):
         return 1
     together = config.chunks if config.parts == 1 else config.parts
-    return max(1, min(together, config.weight_buffers // 2, _MAX_GROUP))
+    return max(1, min(together, min(config.weight_buffers // 2, _MAX_GROUP)))
+
+
+def run_of_numbers(begin: int, end: int) -> list[int]:
+    """Return the numbers from one up to another."""
+    numbers: list[int] = []
+    while begin + len(numbers) < end:
+        numbers.append(begin + len(numbers))
+    return numbers
 
 
 def item_bytes(config: DecodeConfig) -> int:

@@ -15,7 +15,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.decode.config import (
     DecodeConfig,
@@ -145,18 +145,24 @@ def _find_touched(
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     touched_sb = allocate(routing_table(config).listed)[0]
-    for tile in range(len(local)):
-        rows = local[tile].shape[0]
-        marked_sb = _mark_chosen(expert_sb, local[tile])
-        nisa.nc_matmul(
-            dst=bank_ps[0:PARTITIONS, 0:E],
-            stationary=ones_sb[0:rows, 0:PARTITIONS],
-            moving=marked_sb[0:rows, 0:E],
-            accumulate=tile > 0,
-        )
     count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
-    sums_ps = bank_ps[0:PARTITIONS, 0:E]
-    nisa.tensor_tensor(dst=count_sb, data1=sums_ps, data2=left_sb, op=nl.not_equal)
+    marked = []
+    for first in range(0, E, BANK_FLOATS):
+        bank = slice(first, min(first + BANK_FLOATS, E))
+        sums_ps = bank_ps[0:PARTITIONS, 0 : bank.stop - first]
+        for tile in range(len(local)):
+            rows = local[tile].shape[0]
+            if first == 0:
+                marked.append(_mark_chosen(expert_sb, local[tile]))
+            nisa.nc_matmul(
+                dst=sums_ps,
+                stationary=ones_sb[0:rows, 0:PARTITIONS],
+                moving=marked[tile][0:rows, bank],
+                accumulate=tile > 0,
+            )
+        nisa.tensor_tensor(
+            dst=count_sb[:, bank], data1=sums_ps, data2=left_sb[:, bank], op=nl.not_equal
+        )
     listed_sb = touched_sb[0:PARTITIONS, 0 : E + 1]
     nisa.nonzero_with_count(dst=listed_sb, src=count_sb, padding_val=_NO_ENTRY)
     return touched_sb
@@ -227,14 +233,17 @@ def weigh(
     width = list_width(config)
     list_float_sb = nl.ndarray((1, width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=list_float_sb, src=routing.list_sb[0:1, 0:width])
-    nisa.nc_matmul(
-        dst=bank_ps[0:PARTITIONS, 0:width],
-        stationary=ones_sb[0:1, 0:PARTITIONS],
-        moving=list_float_sb,
-        accumulate=False,
-    )
     wide_sb = nl.ndarray((PARTITIONS, width), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=wide_sb, data=bank_ps[0:PARTITIONS, 0:width], op0=nl.add, operand0=1.0)
+    for first in range(0, width, BANK_FLOATS):
+        bank = slice(first, min(first + BANK_FLOATS, width))
+        spread_ps = bank_ps[0:PARTITIONS, 0 : bank.stop - first]
+        nisa.nc_matmul(
+            dst=spread_ps,
+            stationary=ones_sb[0:1, 0:PARTITIONS],
+            moving=list_float_sb[0:1, bank],
+            accumulate=False,
+        )
+        nisa.tensor_scalar(dst=wide_sb[:, bank], data=spread_ps, op0=nl.add, operand0=1.0)
     for tile in range(len(routing.local)):
         local_sb, affinity_sb = routing.local[tile], affinity_tiles[tile]
         routing.weights.append(_table(config, local_sb, affinity_sb, wide_sb, counts))

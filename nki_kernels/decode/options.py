@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, why_no_expert
 from nki_kernels.common.mx import is_mx_format
+from nki_kernels.common.tiles import needs_product
 from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.decode.config import (
     MAX_EXPERTS,
@@ -20,7 +21,7 @@ from nki_kernels.decode.config import (
 from nki_kernels.decode.fit import fit_decode
 
 _PLAIN, _AUTO = WeightForm(), DecodeRequest()
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 _SWIGLU_SCALES = (1.0, 1.702)  # what the Scalar engine has in one instruction
 _ALLOWED = {
     "mode": ("auto", "selective", "all"),
@@ -58,7 +59,7 @@ def make_decode_config(
         'selective'
     """
     _check_sizes(sizes)
-    _check_formula(formula)
+    _check_formula(formula, weights, request)
     _check_names(mode=request.mode, shard=request.shard)
     _check_names(sums=request.sums)
     _check_names(chip=request.chip)
@@ -113,11 +114,22 @@ def why_not_decoded(formula: ExpertFormula) -> str:
     )
 
 
-def _check_formula(formula: ExpertFormula) -> None:
+def _check_formula(formula: ExpertFormula, weights: WeightForm, request: DecodeRequest) -> None:
     """Raise ValueError unless the kernel computes this formula."""
     reason = why_not_decoded(formula)
     if reason:
         raise ValueError(f"{reason} Compute other experts with blockwise_moe or in torch.")
+    why = why_no_expert(formula)
+    if why:
+        raise ValueError(why)
+    is_capped = formula.up_softcap != 0.0 and weights.down_scale == "expert"
+    if is_capped or (needs_product(formula) and request.scaling == "pre"):
+        raise ValueError(
+            f"up_softcap={formula.up_softcap:g}, gate_softcap={formula.gate_softcap:g},"
+            f" activation={formula.activation!r}: the decode kernel has no tile for them beside"
+            f" down_scale={weights.down_scale!r} and scaling={request.scaling!r}. Use a scale per"
+            " channel and scaling='post', or blockwise_moe."
+        )
 
 
 def _hidden_axis(size: int, weights: WeightForm) -> AxisTiles:

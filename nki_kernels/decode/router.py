@@ -35,7 +35,7 @@ from nki_kernels.common.router_choice import (
     weigh,
     write_index,
 )
-from nki_kernels.common.tiles import rows_of
+from nki_kernels.common.tiles import multiply_banks, rows_of
 
 _GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 _PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
@@ -186,13 +186,7 @@ def make_logits(
     logits_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     _multiply_weight(logits_ps, x_sb[:, :, first : first + rows], router.weight_sb, h_axis)
     for bias_sb in router.biases:
-        nisa.nc_matmul(
-            dst=logits_ps,
-            stationary=ones_sb[0:1, 0:rows],
-            moving=bias_sb[:, begin : begin + columns],
-            is_stationary_onezero=True,
-            accumulate=True,
-        )
+        multiply_banks(logits_ps, ones_sb[0:1, 0:rows], bias_sb[:, begin : begin + columns], True)
     logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
     if num_experts < AT_ONCE:
         nisa.memset(dst=logits_sb, value=LOWEST)
@@ -212,12 +206,8 @@ def _multiply_weight(
         tokens_sb = wide_sb
     for tile in range(h_axis.count):
         depth = rows_of(h_axis, tile)
-        nisa.nc_matmul(
-            dst=logits_ps,
-            stationary=tokens_sb[0:depth, tile, :],
-            moving=weight_sb[0:depth, tile, :],
-            accumulate=tile > 0,
-        )
+        tokens = tokens_sb[0:depth, tile, :]
+        multiply_banks(logits_ps, tokens, weight_sb[0:depth, tile, :], tile > 0)
 
 
 def _exchange_logits(logits_sb: nl.ndarray, columns: int, core: int) -> None:

@@ -19,18 +19,21 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
+from nki_kernels.common.formula import early_offset
 from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import (
     Entry,
     apply_chain,
     copy_alternating,
     elements_of,
+    finish_gate,
+    finish_up,
     gate_function,
     load_halves,
     load_matrix,
     load_pattern,
     load_rows,
-    multiply_chain,
+    needs_product,
     rows_of,
 )
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
@@ -377,16 +380,16 @@ def _activate(
         _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
         _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
-    _activate_gate(config, b, gate_sb, gate, buffer, tile)
+    _activate_gate(config, b, gate_sb, up_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
     inner_sb = b.inner[chunk % len(b.inner)][0 : inner_rows(config, tile), tile, 0:T]
     if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
         operands.append(b.down_scale[buffer][0:rows, 0, 0:1])
     if not weighs_inner(config):
-        multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
+        finish_up(config.formula, inner_sb, up_sb, up, operators, operands, gate_sb)
         return
-    multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
+    finish_up(config.formula, up_sb, up_sb, up, operators, operands, gate_sb)
     # A bias inside the down weights is multiplied with the tokens' weights: its row of up is 1.
     weighed = inner_sb.shape[0]
     nisa.tensor_tensor(
@@ -427,6 +430,7 @@ def _activate_gate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate_sb: nl.NkiTensor,
+    scratch_sb: nl.NkiTensor,
     gate: nl.NkiTensor,
     buffer: int,
     tile: int,
@@ -434,6 +438,12 @@ def _activate_gate(
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
     function, rows = gate_function(config.formula), gate_sb.shape[0]
     clamps = config.formula.gate_limits
+    if needs_product(config.formula):
+        operators, operands = _chain(config, b, buffer, tile, 0)
+        source = apply_chain(gate_sb, gate, operators, operands)
+        nisa.activation(dst=scratch_sb, op=function, data=source, scale=config.formula.scale)
+        finish_gate(config.formula, gate_sb, gate_sb, source, scratch_sb)
+        return
     if clamps.has_upper or clamps.has_lower:
         operators, operands = _chain(config, b, buffer, tile, 0)
         nisa.activation(
@@ -469,7 +479,7 @@ def _chain(
     if clamps.has_lower:
         operators.append(nl.maximum)
         operands.append(clamps.lower)
-    if half == 1 and config.formula.up_offset != 0.0:
+    if half == 1 and early_offset(config.formula) != 0.0:
         operators.append(nl.add)
-        operands.append(config.formula.up_offset)
+        operands.append(early_offset(config.formula))
     return operators, operands

@@ -8,8 +8,8 @@ from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.memory import sbuf_bytes
 
 MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
-_MAX_EXPERTS = BANK_FLOATS  # counts of all experts lie in one bank
-_MAX_TOP_K = 16
+_MAX_EXPERTS = 2 * BANK_FLOATS  # counts of all experts lie in two banks
+_MAX_TOP_K = 32
 
 
 def check_index_blocks(

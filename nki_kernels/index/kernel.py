@@ -29,7 +29,7 @@ over pairs of (pair + 1) * onehot(row) x onehot(column) holds pair + 1 where the
 elsewhere. All numbers stay below 2^24, so float32 sums of them are exact; pair + 1 enters as
 bfloat16 digits of 8 bits.
 
-Limits (`check_index_blocks`): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
+Limits (`check_index_blocks`): E <= 1,024, K <= 32, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
 0-1 tiles of a core's tokens (one byte per token and expert) and the slots of its pairs.
 
 Cost: the index is read once, every output written once; per tile of 128 tokens six matmuls of E
@@ -60,7 +60,7 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
-from nki_kernels.common.tiles import compare_columns, identity, ones
+from nki_kernels.common.tiles import compare_columns, identity, multiply_banks, ones
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -252,8 +252,8 @@ def _count_choices(
     all_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
     for tile in range(max(1, tokens.count)):
         moving = chosen_sb[:, tile, :]
-        nisa.nc_matmul(dst=lower_ps, stationary=triangle_sb, moving=moving, accumulate=tile > 0)
-        nisa.nc_matmul(dst=all_ps, stationary=ones_sb, moving=moving, accumulate=tile > 0)
+        multiply_banks(lower_ps, triangle_sb, moving, tile > 0)
+        multiply_banks(all_ps, ones_sb, moving, tile > 0)
     lower_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
     all_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=lower_sb, src=lower_ps)
@@ -376,12 +376,7 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
         return
     bank_ps, first = counts.banks[tile % len(counts.banks)], max(0, tile - COUNT_BANKS)
     for earlier in range(first, tile):
-        nisa.nc_matmul(
-            dst=bank_ps,
-            stationary=counts.identity_sb,
-            moving=counts.chosen_sb[:, earlier, :],
-            accumulate=earlier > 0,
-        )
+        multiply_banks(bank_ps, counts.identity_sb, counts.chosen_sb[:, earlier, :], earlier > 0)
     nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 

@@ -23,7 +23,7 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
-from nki_kernels.common.tiles import compare_columns, ones
+from nki_kernels.common.tiles import compare_columns, multiply_banks, ones
 from nki_kernels.common.token_tiles import TokenTiles
 from nki_kernels.common.visits import RowRun, num_rows
 from nki_kernels.index.config import BlockDims
@@ -74,9 +74,9 @@ def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, ro
         rows: R.
     """
     expected = tokens.rows * top_k * share
-    places = max(1, -(-int(2 * expected) // rows), _FLOOR // dims.num_experts)
+    places = max(max(1, -(-int(2 * expected) // rows)), _FLOOR // dims.num_experts)
     most = max(1, -(-tokens.rows // rows))
-    return min(places, most, GROUP // dims.num_experts) * dims.num_experts
+    return min(min(places, most), GROUP // dims.num_experts) * dims.num_experts
 
 
 def start_marks(
@@ -154,12 +154,7 @@ def start_lists(tokens: TokenTiles, runs: list[RowRun], width: int, num_experts:
 def count_group(lists: TokenLists, pairs: MarkedPairs, tiles: slice) -> None:
     """Count the choices of a marked group of tiles; groups one after the other."""
     for tile in range(tiles.start, tiles.stop):
-        nisa.nc_matmul(
-            dst=lists.all_ps,
-            stationary=lists.ones_sb,
-            moving=pairs.chosen_sb[:, tile, :],
-            accumulate=tile > 0,
-        )
+        multiply_banks(lists.all_ps, lists.ones_sb, pairs.chosen_sb[:, tile, :], tile > 0)
     for part in lists.counts:
         count_inside(part, pairs.chosen_sb, lists.until_sb, tiles)
 
@@ -234,16 +229,10 @@ def _count_before(
         bank_ps = nl.ndarray((PARTITIONS, number, E), nl.float32, buffer=nl.psum)
         for each in range(number):
             tile = tiles.start + first + each
-            nisa.nc_matmul(
-                dst=bank_ps[:, each, :],
-                stationary=lists.before_sb,
-                moving=chosen_sb[:, tile, :],
-                accumulate=False,
-            )
+            counted_ps = bank_ps[:, each, :]
+            multiply_banks(counted_ps, lists.before_sb, chosen_sb[:, tile, :], False)
             earlier = lists.before_sb[0:every, tile : tile + 1].broadcast(1, PARTITIONS)
-            nisa.nc_matmul(
-                dst=bank_ps[:, each, :], stationary=earlier, moving=of_tile_sb, accumulate=True
-            )
+            multiply_banks(counted_ps, earlier, of_tile_sb, True)
         nisa.tensor_copy(
             dst=before_sb[:, first : first + number, 0:E], src=bank_ps, engine=nisa.engine.scalar
         )

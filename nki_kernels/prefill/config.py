@@ -12,7 +12,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.formula import ExpertFormula, num_projections
+from nki_kernels.common.formula import ExpertFormula, early_offset, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.visits import VisitDims, max_steps, max_visits, tiles_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
@@ -362,7 +362,7 @@ def bias_is_inside(config: PrefillConfig) -> bool:
 
 def adds_offset(config: PrefillConfig) -> bool:
     """Whether the bias of the up projection also carries the offset."""
-    return config.formula.has_gate_up_bias and config.formula.up_offset != 0.0
+    return config.formula.has_gate_up_bias and early_offset(config.formula) != 0.0
 
 
 def share_of(config: PrefillConfig, core: int) -> Share:

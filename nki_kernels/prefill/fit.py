@@ -30,7 +30,7 @@ from nki_kernels.prefill.config import (
     with_loop,
 )
 from nki_kernels.prefill.memory import sbuf_bytes
-from nki_kernels.prefill.roofline import experts_ns, visit_ns
+from nki_kernels.prefill.roofline import edge_ns, experts_ns, visit_ns
 
 _MAX_OUTER_BUFFERS = 8
 _LEAST_I_PART, _LEAST_H_PART = 64, 256
@@ -38,8 +38,7 @@ _H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
 _LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
 _LEAST_ROW_BANKS = 2
 _LOOPS = 12  # that are looked at with all their buffers
-# From the last product of a trip to the first of the next one, which loads for itself.
-_EDGE_NS, _EDGES_OF_A_TRIP = 8_000.0, 24
+_EDGES_OF_A_TRIP = 10  # take as long as its visits at least
 
 
 def best_loop(
@@ -201,6 +200,6 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
 def _pairs(config: PrefillConfig) -> int:
     """Return the pairs of visits of a trip: so many that its edges are a small part of it."""
     pairs, pair_ns = 1, 2 * visit_ns(config, 1.0, config.tile_rows)
-    while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_A_TRIP * _EDGE_NS:
+    while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_A_TRIP * edge_ns(config):
         pairs *= 2
     return pairs

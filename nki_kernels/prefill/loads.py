@@ -7,7 +7,7 @@ partitions of a tile of H or I.
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.formula import num_projections
+from nki_kernels.common.formula import early_offset, num_projections
 from nki_kernels.common.tiles import (
     Entry,
     load_halves,
@@ -227,7 +227,7 @@ def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
             dst=b.up_bias[buffer],
             data=b.gate_up_bias[buffer][0:rows, 1, 0:count],
             op0=nl.add,
-            operand0=config.formula.up_offset,
+            operand0=early_offset(config.formula),
         )
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
-from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
+from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of, why_no_expert
 from nki_kernels.common.mx import is_mx_format, mx_chunks
 from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles, sizes_of
 from nki_kernels.common.weight_formats import ITEM_BYTES, MX_WORD_BYTES, WEIGHT_FORMATS
@@ -31,7 +31,7 @@ from nki_kernels.prefill.fit import best_loop
 
 _EVEN_TILES = 2
 _PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 _ALLOWED = {
     "weight_format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
     "chip": ("trn2", "trn3"),
@@ -273,6 +273,9 @@ def _check_names(
 
 def _check_formula(formula: ExpertFormula) -> None:
     """Raise ValueError unless the kernel computes this formula."""
+    why = why_no_expert(formula)
+    if why:
+        raise ValueError(why)
     if formula.gates_itself and (formula.activation != "sigmoid" or not formula.has_gate):
         raise ValueError(
             f"gates_itself=True, activation={formula.activation!r}, has_gate={formula.has_gate}:"

@@ -48,7 +48,8 @@ _OUTER_BUFFERS = 3  # with fewer, an output tile waits for a store
 _ROWS_SHARE = 0.05  # of loads, behind which first rows stand that have one buffer
 _WHOLE_SHARE = 0.02  # of the loads of whole experts, behind which rows stand
 _LOOP_NS = 1_000.0  # to find out that a loop has no trip
-_START_NS = 3_000.0  # of a trip that loads for itself, beside its first weights
+# Between two trips that load for themselves: rows, and the part of the weights that comes first.
+_EDGE_NS, _EDGE_LOADS = 3_000.0, 1.4
 
 
 def estimate_us(
@@ -86,21 +87,34 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     steps = Counter(sizes[::lanes])
     total = sum(count * visit_ns(config, size, rows) for size, count in steps.items())
     if is_alone(config.loop):
-        total += _starts_ns(config, tokens_E)
+        more_E = tokens_E.copy()
+        more_E[0] += config.tile_rows  # experts hardly have as many tiles each
+        sizes = sorted(_sizes(config, more_E, -(-more_E // config.tile_rows)), reverse=True)
+        total += _num_trips(Counter(sizes[::lanes]), config.loop.pairs) * edge_ns(config)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
 
 
-def _starts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
-    """Return the time that trips wait for their first weights; one expert has a row tile more than
-    expected, as experts hardly have as many each.
-    """
-    loop, more_E = config.loop, tokens_E.copy()
-    more_E[0] += config.tile_rows
-    sizes = sorted(_sizes(config, more_E, -(-more_E // config.tile_rows)), reverse=True)
-    pairs = Counter(sizes[:: 2 * config.shard.num_lanes])  # by the first of two
-    trips = sum(many // loop.pairs + (many % loop.pairs).bit_count() for many in pairs.values())
-    start_ns = _START_NS * core(config.chip).transfers
-    return trips * (weights_ns(config)[0] / loop.in_parts + start_ns)
+def edge_ns(config: PrefillConfig) -> float:
+    """Return an estimate of the time between two trips that load for themselves, in ns."""
+    loop, chip = config.loop, core(config.chip)
+    load_in, load_out = weights_ns(config)
+    steps = loop.in_parts * loop.h_parts
+    first_load = load_in / steps
+    if steps > 1:  # down weights come before its other parts
+        first_load += loop.weight_buffers * load_out / loop.out_parts
+    return _EDGE_NS * chip.transfers + _EDGE_LOADS * first_load
+
+
+def _num_trips(steps: Counter[float], pairs: int) -> int:
+    """Return the trips through visits of so many row tiles each; see `list_visits`."""
+    singles, large = steps[1.0], sorted((size for size in steps if size > 1), reverse=True)
+    beside = min(singles, sum(steps[size] for size in large))
+    loops = [-(-(singles - beside) // 2)]
+    for size in large:
+        mixed = min(beside, steps[size])
+        beside -= mixed
+        loops += [mixed, -(-(steps[size] - mixed) // 2)]
+    return sum(count // pairs + (count % pairs).bit_count() for count in loops)
 
 
 def _sizes(

@@ -10,14 +10,16 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.chip import BANK_FLOATS
-from nki_kernels.common.formula import num_projections
+from nki_kernels.common.formula import early_offset, num_projections
 from nki_kernels.common.tiles import (
     apply_chain,
     copy_alternating,
     elements_of,
+    finish_gate,
+    finish_up,
     gate_function,
     is_fused,
-    multiply_chain,
+    needs_product,
     rows_of,
     transpose_rows,
     when_missing,
@@ -177,7 +179,7 @@ def finish_in(
     # The activation may use the scratch of the up projection, so it comes first.
     _activate(config, b, buffer, tile, gate_sb, gate, gate_sb, up_sb)
     operators, operands = _chain(config, b, buffer, tile, 1)
-    multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
+    finish_up(config.formula, inner_sb, up_sb, up, operators, operands, gate_sb)
 
 
 def inner_turn(config: PrefillConfig, j: int, part: int, tile: int) -> int:
@@ -200,7 +202,7 @@ def _chain(
     operands = []
     rows = rows_of(config.i_axis, tile)
     formula = config.formula
-    offset = formula.up_offset if half == 1 else 0.0
+    offset = early_offset(formula) if half == 1 else 0.0
     clamps = formula.gate_limits if half == 0 and formula.has_gate else formula.up_limits
     if config.has_scales:
         operators.append(nl.multiply)
@@ -241,7 +243,7 @@ def _activate(
     formula = config.formula
     function, factor = gate_function(formula), 1.0 if is_fused(formula) else formula.scale
     clamps = formula.gate_limits if formula.has_gate else formula.up_limits
-    multiplies = formula.gates_itself and not is_fused(formula)
+    multiplies = needs_product(formula)
     needs_chain = clamps.has_upper or clamps.has_lower or config.has_scales
     if formula.has_gate_up_bias and not needs_chain and not multiplies and factor == 1.0:
         bias_sb = b.gate_up_bias[buffer][0 : rows_of(config.i_axis, tile), 0, tile : tile + 1]
@@ -251,7 +253,7 @@ def _activate(
     source = apply_chain(gate_sb, gate, operators, operands)
     if multiplies:
         nisa.activation(dst=up_sb, op=function, data=source, scale=factor)
-        nisa.tensor_tensor(dst=dst_sb, data1=source, data2=up_sb, op=nl.multiply)
+        finish_gate(formula, dst_sb, gate_sb, source, up_sb)
     else:
         nisa.activation(dst=dst_sb, op=function, data=source, scale=factor)
 

@@ -26,7 +26,7 @@ On chip: tokens lie on the partitions (token_tiles.py), but for x^T and router_w
 128 rows of H there. Both are transposed by the tensor engine, exactly, and filled up to whole 128
 rows with zeros. All of router_weight^T stays in SBUF.
 
-Limits (check_router_topk): K <= 16, E <= 512, H a multiple of 64, at most 16,384 tokens per core,
+Limits (check_router_topk): K <= 32, E <= 1,024, H a multiple of 64, at most 16,384 tokens per core,
 groups of equal size of at least 2; SBUF must hold router_weight^T.
 
 Cost: hidden is read once, router_weight once per core; per tile of 128 tokens H/128 transposes of
@@ -62,6 +62,7 @@ from nki_kernels.common.router_choice import (
     sums_all,
     write_index,
 )
+from nki_kernels.common.tiles import multiply_banks
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     split_tokens,
@@ -132,7 +133,7 @@ class RoutedTiles(nl.NKIObject):
     spoils_sb: nl.ndarray  # [128, tiles] float32, 0, or NaN for a token with a logit that is none
     sums_sb: nl.ndarray  # [128, tiles] float32, scratch; so are the next three
     shifts_sb: nl.ndarray  # likewise
-    best_sb: nl.ndarray  # [128, tiles, 8 or 16] float32, what experts were chosen by
+    best_sb: nl.ndarray  # [128, tiles, K filled up to eights] float32, what experts were chosen by
     positions_sb: nl.ndarray  # likewise uint32, the experts, or more where a token has NaNs
     gates_sb: nl.ndarray  # [128, tiles] float32, spoils and sigmoid of a gate, if there is one
 
@@ -573,10 +574,6 @@ def _multiply(
     logits_ps = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.psum)
     for chunk in range(num_chunks):
         depth = min(PARTITIONS, config.hidden_size - chunk * PARTITIONS)
-        nisa.nc_matmul(
-            dst=logits_ps,
-            stationary=turned_sb[0:depth, chunk, :],
-            moving=constants.weight_sb[0:depth, chunk, :],
-            accumulate=chunk > 0,
-        )
+        weight_sb = constants.weight_sb[0:depth, chunk, :]
+        multiply_banks(logits_ps, turned_sb[0:depth, chunk, :], weight_sb, chunk > 0)
     return logits_ps

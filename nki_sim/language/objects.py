@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from nki_sim.dialects import check_first_axis
 from nki_sim.dtypes import DType, as_dtype
 from nki_sim.errors import NkiValidationError
 from nki_sim.machine import MemoryRegion, NkiTensor, current
@@ -106,6 +107,7 @@ def create(
     core = current()
     kind = dtype if type(dtype) is DType else as_dtype(dtype)
     try:
+        check_first_axis(shape)
         return core.allocate(shape, kind, find_region(buffer), name, address)
     except NkiValidationError as error:
         core.locate(error, "ndarray")

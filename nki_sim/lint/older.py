@@ -16,6 +16,7 @@ _MODULES: Final = {
     "nisa": "nisa",
     "isa": "nisa",
     "compiler": "compiler",
+    "constants": "constants",
 }
 _OLD_PACKAGE: Final = "neuronxcc"
 # `dtype` and `num_channels` are parameters of some instruction or helper of today.

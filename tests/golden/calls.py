@@ -112,6 +112,8 @@ class Operand:
 
     def seen(self, tensor: Any) -> Any:
         """Return the part that is passed."""
+        if self.view == "all":
+            return tensor
         rows, *columns = tensor.shape
         count = int(np.prod(columns))
         if self.view == "even":
@@ -615,9 +617,8 @@ def resized(arguments: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return {argument: other(value) for argument, value in arguments.items()}
 
 
-def outcome(name: str, number: int) -> str:
-    """Run a call; return what comes of it."""
-    arguments, options = drawn(name, number)
+def bound(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], dict[str, Tile]]:
+    """Return a function of tensors that makes a call, and the tiles of these by name."""
     operands: dict[str, Operand] = {}
 
     def place(argument: str, value: Any) -> Callable[[dict[str, Any]], Any]:
@@ -634,7 +635,13 @@ def outcome(name: str, number: int) -> str:
     def body(**views: Any) -> None:
         getattr(isa, name)(**{argument: value(views) for argument, value in found.items()})
 
-    tiles = {argument: operand.tile() for argument, operand in operands.items()}
+    return body, {argument: operand.tile() for argument, operand in operands.items()}
+
+
+def outcome(name: str, number: int) -> str:
+    """Run a call; return what comes of it."""
+    arguments, options = drawn(name, number)
+    body, tiles = bound(name, arguments)
     try:
         with np.errstate(all="ignore"):
             result = execute(body, options=options, **tiles)

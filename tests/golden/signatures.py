@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.mutants.places import ROOMS, ROOT
+from lab.mutants.places import ROOMS, ROOT
 
 FILE = Path(__file__).with_suffix(".json")
 

@@ -36,6 +36,8 @@ class Family:
         pads_alike: transformers computes a left-padded prompt as it does the prompt alone.
         variant: storage form that transformers writes, None where the map knows one only.
         spellings: keys of COMMON that the family calls otherwise.
+        is_saved_alike: transformers writes, and needs, what the map says; not so for LongCat, whose
+            identities it gives first matrices.
     """
 
     model_type: str
@@ -43,8 +45,9 @@ class Family:
     pads_alike: bool = True
     variant: str | None = "separate"
     spellings: Mapping[str, str] = field(default_factory=dict)
+    is_saved_alike: bool = True
 
-    def config(self, **sizes: int) -> dict[str, Any]:
+    def config(self, **sizes: Any) -> dict[str, Any]:
         """Return the keys of a tiny config.json, with other sizes where it has them."""
         values = {**COMMON, **self.changes, **sizes, "model_type": self.model_type}
         return {
@@ -433,20 +436,89 @@ FAMILIES |= {
         },
     ),
 }
+MINIMAX_M3: dict[str, Any] = {
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
+}
+FAMILIES |= {
+    "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="transformers"),
+}
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+    "intermediate_size": 96,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+FAMILIES |= {
+    "nemotron_h": Family("nemotron_h", {**NEMOTRON, "moe_latent_size": 32}),
+    "nemotron_h-nano": Family(
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention", "moe"],
+            "use_conv_bias": False,
+            "routed_scaling_factor": 2.5,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+}
+LONGCAT: dict[str, Any] = {
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), LEFT_OUT),
+    "num_layers": 2,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "moe_topk": 3,
+    "routed_scaling_factor": 2.0,
+}
+FAMILIES |= {"longcat_flash": Family("longcat_flash", LONGCAT, variant=None, is_saved_alike=False)}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
 }  # with transformers' recurrence, token by token
 
 
-def names(slow: Collection[str] = SLOW, *, is_long: bool = False) -> list[Any]:
+def names(
+    slow: Collection[str] = SLOW, *, is_long: bool = False, is_saved: bool = False
+) -> list[Any]:
     """Return the names of FAMILIES as parameters of a test.
 
     Some are slow, and those that transformers does not have yet are skipped. Of a test that is long
-    for each, variants of a family are left to the long run.
+    for each, variants of a family are left to the long run. Of one that `is_saved`, those that
+    transformers saves otherwise are left out.
     """
     parameters = []
     for name, family in FAMILIES.items():
+        if is_saved and not family.is_saved_alike:
+            continue
         is_known = family.model_type in CONFIG_MAPPING
         reason = f"transformers {transformers.__version__} has no {family.model_type}"
         marks = [pytest.mark.skipif(not is_known, reason=reason)]

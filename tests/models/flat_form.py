@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from neuron_moe.models import delta_net, mamba2
 from neuron_moe.models.attention import (
     AttentionFacts,
     CacheView,
@@ -12,7 +13,8 @@ from neuron_moe.models.attention import (
     count_places,
 )
 from neuron_moe.models.decoder import DecoderModel
-from neuron_moe.models.delta_net import GatedDeltaNet, Inputs, State, recur
+from neuron_moe.models.delta_net import GatedDeltaNet, Inputs, State
+from neuron_moe.models.mamba2 import Mamba2
 
 LENGTHS = (5, 21, 12)  # more than two windows of eight
 
@@ -56,14 +58,20 @@ class States:
         self.kept: dict[tuple[int, int], State] = {}
         self.pages = pages
 
-    def __call__(self, layer: GatedDeltaNet, inputs: Inputs, view: StateView | None) -> Tensor:
+    def __call__(
+        self, layer: GatedDeltaNet | Mamba2, inputs: Inputs, view: StateView | None
+    ) -> Tensor:
         assert view is None
         out, first = [], 0
         flat = [part.flatten(0, 1) for part in inputs[:3]]
         for sequence, count in self.pages.rows:
             own = Inputs(*(part[None, first : first + count] for part in flat))
             old = self.kept.get((id(layer), sequence))
-            made, self.kept[id(layer), sequence] = recur(layer, own, old)
+            if isinstance(layer, Mamba2):
+                made, new = mamba2.recur(layer, own, old)
+            else:
+                made, new = delta_net.recur(layer, own, old)
+            self.kept[id(layer), sequence] = new
             out.append(made[0])
             first += count
         return torch.cat(out).view(*inputs.mixed_USC.shape[:2], *out[0].shape[1:])
@@ -82,7 +90,7 @@ def assert_flat_form_agrees(model: DecoderModel, vocab_size: int) -> None:
     pages = Pages()
     states = States(pages)
     for attention in model.attentions:
-        attention.core = states if isinstance(attention, GatedDeltaNet) else pages
+        attention.core = states if attention.reach is None else pages
     pages.rows = list(enumerate(LENGTHS))
     places = torch.cat([torch.arange(count) for count in LENGTHS])
     hidden_TH = model.forward_tokens(torch.cat(prompts, dim=1)[0], places)

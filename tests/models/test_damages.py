@@ -1,6 +1,7 @@
 """Every damage of a checkpoint is refused: status 2, one sentence with file, key and rule."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from neuron_moe.tools import cli
-from tests.fuzz.damages import DAMAGES, FIRST, INDEX, NORM, SECOND, Damage
+from tests.lab.fuzz.damages import DAMAGES, FIRST, INDEX, NORM, SECOND, Damage
 from tests.models.families import FAMILIES, write_checkpoint
 
 
@@ -32,14 +33,11 @@ def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, st
     return status, capsys.readouterr().err
 
 
-def test_there_are_enough_damages_and_without_one_it_loads(
-    intact: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert len(DAMAGES[::2]) >= 60
-    assert len({damage.name for damage in DAMAGES}) == len(DAMAGES)
+def test_without_a_damage_it_loads(intact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(intact, capsys) == (0, "")
 
 
+WAY_OUT = re.compile("[Dd]ownload|[Cc]onvert|rebuild")  # of a damaged file
 # Every second one in the default run, the rest with -m slow.
 CASES = [
     pytest.param(damage, id=damage.name, marks=pytest.mark.slow if number % 2 else ())
@@ -62,5 +60,6 @@ def test_a_damage_is_refused_by_file_key_and_rule(
     assert status == 2, error
     assert len(error.splitlines()) == 1
     assert "Traceback" not in error
+    assert WAY_OUT.search(error) or not {FIRST, SECOND, INDEX} & set(damage.said), error
     for text in damage.said:
         assert text in error, f"{text!r} is not in {error!r}"

@@ -71,7 +71,6 @@ def test_packed_shared_experts_are_not_unpacked_at_each_step(
     spec = SharedSpec(
         hidden_size=64,
         intermediate_size=96,
-        activation="silu",
         is_fused=is_fused,
         is_gated=True,
     )

@@ -109,7 +109,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, made: Checkpo
 LEFT_OUT = ".indexer."  # of DeepSeek-V3.2 and GLM-5, see docs/checkpoints.md
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names(is_saved=True))
 def test_what_is_saved_again_is_what_was_read(name: str, made: Checkpoints, tmp_path: Path) -> None:
     folder, family = made(name), FAMILIES[name]
     model = load_model(folder)
@@ -139,7 +139,7 @@ def test_every_storage_form_loads_alike(name: str, made: Checkpoints, tmp_path: 
             assert torch.equal(again[key], tensor), key
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names(is_saved=True))
 def test_transformers_reads_what_we_save(name: str, made: Checkpoints, tmp_path: Path) -> None:
     folder = made(name)
     model = load_model(folder)

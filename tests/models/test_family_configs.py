@@ -346,7 +346,7 @@ def test_the_part_of_a_head_that_minimax_turns_has_two_spellings() -> None:
     rope = {"rope_type": "default", "rope_theta": 5e6}
     published = read("minimax_m2", {"rope_parameters": rope, "rotary_dim": 8})
     assert published == read("minimax_m2", {})
-    assert published.turned_size == 8
+    assert published.rotated_size == 8
 
 
 def read(name: str, changes: dict[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """The loader: model files found by name, checkpoints read or refused as a whole."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from neuron_moe.checkpoint import open_checkpoint, save_checkpoint, unique_parameters
 from neuron_moe.models import gpt_oss
 from neuron_moe.models.loader import find_model_file, load_model, model_types, read_config
-
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -174,61 +171,10 @@ def test_a_buffer_left_without_memory_is_refused(checkpoint_of, monkeypatch):
 
 # Corrupted and foreign checkpoints
 
-EMBED = "model.embed_tokens.weight"  # [300, 64] bfloat16
 ROUTER = "model.layers.1.mlp.router.weight"  # [8, 64] bfloat16
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"  # [8, 64, 192] once decoded
 BIAS, BLOCKS, SCALES = (GATE_UP + kind for kind in ("_bias", "_blocks", "_scales"))
 Spoil = Callable[[Path], object]
-
-
-def cut(size: int, file: str = "model.safetensors") -> Spoil:
-    """Keep the first bytes of a file."""
-    return lambda d: (d / file).write_bytes((d / file).read_bytes()[:size])
-
-
-def append(data: bytes) -> Spoil:
-    """Add bytes to the end of the weights."""
-    file = "model.safetensors"
-    return lambda d: (d / file).write_bytes((d / file).read_bytes() + data)
-
-
-def header(edit: Callable[[dict], object]) -> Spoil:
-    """Change the JSON header; the data stays where it is."""
-
-    def spoil(directory: Path) -> None:
-        file = directory / "model.safetensors"
-        raw = file.read_bytes()
-        size = int.from_bytes(raw[:8], "little")
-        edited = edit(json.loads(raw[8 : 8 + size]))
-        text = edited if isinstance(edited, bytes) else json.dumps(edited).encode()
-        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
-
-    return spoil
-
-
-def entry(name: str, **changes: object) -> Spoil:
-    """Change one entry of the header."""
-    return header(lambda entries: entries | {name: entries[name] | changes})
-
-
-def index(edit: Callable[[dict], object], *more: Spoil) -> Spoil:
-    """Split the weights in two shards, change their index, then do more."""
-
-    def spoil(directory: Path) -> None:
-        tensors = load_file(directory / "model.safetensors")
-        (directory / "model.safetensors").unlink()
-        place = {name: "one" if name == EMBED else "two" for name in tensors}
-        for shard in ("one", "two"):
-            part = {name: tensors[name] for name in tensors if place[name] == shard}
-            save_file(part, directory / f"{shard}.safetensors")
-        files = {name: f"{shard}.safetensors" for name, shard in place.items()}
-        edited = edit(files)
-        text = edited if isinstance(edited, str) else json.dumps({"weight_map": edited})
-        (directory / INDEX).write_text(text)
-        for step in more:
-            step(directory)
-
-    return spoil
 
 
 def tensors(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Spoil:
@@ -260,122 +206,16 @@ def drop(_: torch.Tensor) -> None:
     """Drop a tensor."""
 
 
-def delete(file: str) -> Spoil:
-    """Delete a file."""
-    return lambda d: (d / file).unlink()
-
-
 # What is done to a good checkpoint; what the message must say: the value, the rule, the way out.
+# Damages of files, headers and the index: test_damages.py.
 CORRUPTIONS = {
-    "truncated-file": (
-        cut(100_000),
-        [
-            r"model\.safetensors: 100000 bytes, must be \d+",
-            "is truncated",
-            r"\w+ is incomplete, \d+ more are",
-            "Download or copy",
-        ],
-    ),
-    "truncated-header": (
-        cut(50),
-        ["50 bytes, header of", "must fit the file", "truncated", "Download or copy"],
-    ),
-    "empty-file": (cut(0), ["0 bytes", "truncated or no safetensors", "Download or copy"]),
-    "foreign-bytes": (
-        append(b"xyz"),
-        [r"\d+ bytes, must be \d+", "followed by foreign bytes", "Download or copy"],
-    ),
-    "header-size": (
-        lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
-        ["header of 18446744073709551615 bytes", "must fit the file", "Download or copy"],
-    ),
-    "header-no-json": (
-        header(lambda _: b"{'single': 1}"),
-        ["header must be JSON", "Download or copy"],
-    ),
-    "header-no-utf8": (
-        header(lambda _: b'{"\xff\xfe": 1}'),
-        ["header must be JSON", "Download or copy"],
-    ),
-    "header-too-deep": (
-        header(lambda _: b"[" * 100_000),
-        ["header must be JSON", "Download or copy"],
-    ),
-    "header-no-object": (
-        header(lambda _: [1]),
-        ["header must be a JSON object", "Download or copy"],
-    ),
-    "header-name-twice": (
-        header(lambda _: b'{"a": 1, "a": 2}'),
-        ["'a' comes twice", "Download or copy"],
-    ),
-    "header-entry": (
-        header(lambda entries: entries | {"x": {"dtype": "F32"}}),
-        ["x must have dtype, shape and data_offsets", "Download or copy"],
-    ),
-    "header-dtype": (
-        entry(EMBED, dtype="F4"),
-        [r"embed_tokens\.weight has dtype 'F4', must be one of BOOL, U8", "Convert"],
-    ),
-    "header-shape": (
-        entry(EMBED, shape=[-1, 64]),
-        [r"embed_tokens\.weight has shape \[-1, 64\]", "integers of 0 and more", "Download"],
-    ),
-    "header-size-of-tensor": (
-        entry(EMBED, shape=[300, 65]),
-        [r"embed_tokens\.weight \[300, 65\] BF16 has 38400 bytes, must have 39000", "Download"],
-    ),
-    "header-gap": (
-        header(lambda entries: {n: e for n, e in entries.items() if n != EMBED}),
-        [r"begins at byte \d+, must begin at \d+", "corrupt", "Download or copy"],
-    ),
     "pickle-only": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
         [r"must hold model\.safetensors or", r"pytorch_model\.bin is a pickle", "convert"],
     ),
     "no-weights": (
-        delete("model.safetensors"),
+        lambda d: (d / "model.safetensors").unlink(),
         [r"must hold model\.safetensors or", "Check the path"],
-    ),
-    "missing-shard": (
-        index(dict, delete("one.safetensors")),
-        [r"one\.safetensors: missing, but must be there", "Download the shard again"],
-    ),
-    "truncated-shard": (
-        index(dict, cut(9000, "one.safetensors")),
-        [
-            r"one\.safetensors: 9000 bytes",
-            rf"truncated: {EMBED} is incomplete, 0 more",
-            "Download or copy",
-        ],
-    ),
-    "index-no-json": (
-        index(lambda _: "{"),
-        [r"index\.json: must be JSON", "Download the index again"],
-    ),
-    "index-without-map": (
-        index(lambda _: '{"metadata": {}}'),
-        ["must have a `weight_map`", "Download the index again"],
-    ),
-    "index-leaves-folder": (
-        index(lambda files: files | {"x": "../x.safetensors"}),
-        [r"shard '\.\./x\.safetensors' must be the plain name", "Download the index again"],
-    ),
-    "index-names-no-tensor": (
-        index(lambda files: files | {"ghost": "one.safetensors"}),
-        [
-            r"'ghost' is only in the index or only in one\.safetensors",
-            "both must agree",
-            "rebuild it",
-        ],
-    ),
-    "index-lacks-tensor": (
-        index(lambda files: {n: f for n, f in files.items() if n != ROUTER}),
-        [
-            rf"'{ROUTER}' is only in the index or only in two\.safetensors",
-            "both must agree",
-            "rebuild it",
-        ],
     ),
     "nan": (
         tensors(ROUTER=put(float("nan"))),
@@ -479,11 +319,6 @@ def test_a_flipped_bit_in_the_header_is_refused_or_harmless(checkpoint_of, place
             assert folder in str(error)  # noqa: PT017
         else:
             assert_same(model, load_model(checkpoint_of()))
-
-
-def test_the_cases_start_from_a_checkpoint_that_loads(checkpoint):
-    index(dict)(checkpoint)
-    load_model(checkpoint)
 
 
 @pytest.mark.parametrize(

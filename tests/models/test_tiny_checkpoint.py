@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import neuron_moe.models
+from lab.routing.analysis import padding_rows, skew
 from neuron_moe.checkpoint import open_checkpoint
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import load_model
@@ -15,7 +16,6 @@ from neuron_moe.models.routing_trace import RoutingTrace, record_routing
 from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.models.text import TextCodec
 from neuron_moe.quantize import E5M2, mxfp4_exponent_spread
-from neuron_moe.tools.routing.analysis import padding_rows, skew
 
 FOLDER = Path(neuron_moe.models.__file__).parent / "tiny_gpt_oss"
 DOMAINS = ("scripture", "novel", "dictionary", "manual", "code")

@@ -75,11 +75,13 @@ OAI = {
     "gate_clamp_upper_limit": 0.5,
     "up_clamp_upper_limit": 0.5,
 }
-CASES = {
+SITU = ExpertFormula("sigmoid", gates_itself=True, gate_softcap=0.5, up_softcap=0.7)
+CASES: dict[str, dict[str, Any]] = {
     "silu": {},
     "swiglu-oai with biases and clamps": {**OAI, "up_clamp_lower_limit": -0.5},
     "gelu": {"hidden_act": "gelu"},
-    "no gate": {"glu_mlp": False, "hidden_act": "relu"},
+    "no gate": {"formula": ExpertFormula("relu2", has_gate=False), "glu_mlp": False},
+    "soft caps": {"formula": SITU},
     "affinities scale the input": {"early_expert_affinity_modulation": True},
 }
 

@@ -17,6 +17,7 @@ from tests.neuron_moe.test_cuda_backend import DEVICE, build
 
 E, H, K = 21, 100, 3
 FORMULAS: dict[str, dict[str, Any]] = {
+    "sqrtsoftplus": {"act_fn": "sqrtsoftplus", "has_selection_bias": True, "renormalize": True},
     "softmax": {"renormalize": True},
     "softmax over the chosen": {"act_over_topk": True, "has_bias": True},
     "sigmoid, selection bias": {

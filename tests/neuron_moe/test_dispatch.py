@@ -14,9 +14,10 @@ from neuron_moe import (
     RouterTopK,
     choose_path,
 )
-from neuron_moe.dispatch import TokenBatch, TokenShuffle
+from neuron_moe.dispatch import TokenBatch
 from neuron_moe.dispatch.ranks import OverRanks, TokenSpread
 from neuron_moe.dispatch.replicate import copy_of
+from neuron_moe.dispatch.shuffle import TokenShuffle
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import PATHS
 from neuron_moe.plan import Step

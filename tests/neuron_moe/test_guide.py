@@ -6,7 +6,6 @@ from neuron_moe.modules.moe import MoE, routing
 from neuron_moe.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from neuron_moe.modules.moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
 from neuron_moe.modules.moe.shared_experts import SharedExperts
-from neuron_moe.parallel_layers import parallel_state
 
 
 def test_a_layer_of_128_experts() -> None:
@@ -34,18 +33,6 @@ def test_a_layer_of_128_experts() -> None:
     assert output.shape == (1, 1, 7168)
 
 
-def test_routers() -> None:
-    for act_fn in ("softmax", "sigmoid"):
-        routing.RouterTopK(
-            num_experts=128,
-            top_k=8,
-            hidden_size=7168,
-            act_fn=act_fn,
-            sequence_parallel_enabled=True,
-        )
-    routing.GroupLimitedRouter(num_experts=256, top_k=8, hidden_size=7168, n_group=8, topk_group=2)
-
-
 def test_swiglu_equals_silu_glu_and_dropping_builds() -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "intermediate_size": 6}
     blockwise = BlockwiseMatmulConfig.from_kwargs(
@@ -71,22 +58,6 @@ def test_swiglu_equals_silu_glu_and_dropping_builds() -> None:
     outputs = [layer(hidden_TH, affinities_TK, index_TK, 1) for layer in layers]
     torch.testing.assert_close(outputs[0], outputs[1])
     assert layers[2].choose_path("prefill", 5).path == "capacity"
-
-
-def test_dynamic_while_switches() -> None:
-    for flag in ("use_shard_on_block_dynamic_while", "use_shard_on_intermediate_dynamic_while"):
-        config = BlockwiseMatmulConfig.from_kwargs(
-            block_size=512, logical_nc_config=2, **{flag: True}
-        )
-        assert getattr(config, flag) is True
-
-
-def test_parallel_state_of_one_rank() -> None:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=1, expert_model_parallel_size=1
-    )
-    assert parallel_state.model_parallel_is_initialized()
-    parallel_state.destroy_model_parallel()
 
 
 def test_shared_experts_beside_routed_ones() -> None:

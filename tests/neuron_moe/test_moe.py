@@ -15,11 +15,21 @@ from torch import Tensor, nn
 
 from neuron_moe import (
     BlockwiseMatmulConfig,
+    ExpertFormula,
     ExpertMLPsV2,
+    ExpertSpec,
     MoE,
+    RoutedExperts,
     RoutedExpertsMLPOpsConfig,
+    Router,
+    RouterFormula,
+    RouterSpec,
     RouterTopK,
     SharedExperts,
+    SharedSpec,
+    moe,
+    nxd_compat,
+    shared_experts,
 )
 from neuron_moe.moe import _check_mask
 from neuron_moe.plan import Step
@@ -469,6 +479,25 @@ def test_state_dict_keys_are_nxds() -> None:
         "shared_experts.up_proj.weight": (6, 12),
         "shared_experts.down_proj.weight": (12, 6),
     }
+    formula = RouterFormula(top_k=2, has_bias=True)
+    expert = ExpertFormula(has_gate_up_bias=True, has_down_bias=True)
+    sizes = {"num_experts": 4, "hidden_size": 12}
+    native = MoE(
+        Router(RouterSpec(formula=formula, **sizes)),
+        RoutedExperts(ExpertSpec(top_k=2, intermediate_size=10, formula=expert, **sizes)),
+        shared_experts.SharedExperts(
+            SharedSpec(hidden_size=12, intermediate_size=6, formula=ExpertFormula("silu"))
+        ),
+    )
+    assert {key: tuple(value.shape) for key, value in native.state_dict().items()} == shapes
+
+
+def test_nxds_names_are_the_layer_and_classes_of_its_parts() -> None:
+    assert nxd_compat.MoE is MoE is moe.MoE
+    built = MoE(RouterTopK(4, 2, 12), make_experts(4, 2), SharedExperts(12, 6, 1, "silu"))
+    assert isinstance(built.router, Router)
+    assert isinstance(built.expert_mlps, RoutedExperts)
+    assert isinstance(built.shared_experts, shared_experts.SharedExperts)
 
 
 def test_gradients_reach_router_and_chosen_experts() -> None:

@@ -379,9 +379,9 @@ def test_what_kernels_cannot_do_is_refused() -> None:
 
 
 def test_more_experts_than_an_index_has_are_refused_before_a_launch() -> None:
-    config = RoutedExpertsMLPOpsConfig(513, 64, 16, 1, "silu", True)
+    config = RoutedExpertsMLPOpsConfig(1025, 64, 16, 1, "silu", True)
     experts = ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki").eval()
-    with pytest.raises(ValueError, match="num_experts=513: must be 1 to 512"):
+    with pytest.raises(ValueError, match="num_experts=1025: must be 1 to 1024"):
         compile_for(experts.plan(Step("prefill", 64)))
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from lab.check.kernel_cases import prefill
+from lab.check.vendor_cases.case import Case, Limits
 from neuron_moe import RouterTopK
 from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.plan import Step
-from neuron_moe.tools.check.kernel_cases import prefill
-from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
 from tests.neuron_moe.nki_cases import plan_of, route

@@ -159,8 +159,3 @@ def test_every_reason_is_needed() -> None:
     found = list(differences())
     idle = [each for each in REASONS if not fnmatch.filter(found, each)]
     assert not idle, "\n".join(idle)
-
-
-def test_the_facts_are_complete() -> None:
-    assert len(API) == 21
-    assert sum(len(names) for names in API.values()) > 120

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe import ExpertMLPsV2, RoutedExpertsMLPOpsConfig
-from neuron_moe.backends import brought_kernels, form_choice, form_times
+from neuron_moe.backends import custom_kernels, form_choice, form_times
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.plan import Step
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
@@ -313,7 +313,7 @@ def test_weights_lie_as_they_were_loaded_once_no_form_is_settled() -> None:
 
 
 class Doubler:
-    """A brought kernel that is told apart from all forms: it gives twice the right numbers."""
+    """A custom kernel that is told apart from all forms: it gives twice the right numbers."""
 
     name = "doubler"
 
@@ -335,8 +335,8 @@ class Doubler:
 @pytest.fixture
 def doubler(monkeypatch: pytest.MonkeyPatch) -> Doubler:
     kernel = Doubler()
-    monkeypatch.setattr(brought_kernels, "_kernels", {})
-    brought_kernels.bring(kernel)
+    monkeypatch.setattr(custom_kernels, "_kernels", {})
+    custom_kernels.register(kernel)
     return kernel
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
 from neuron_moe.router_losses import RouterLosses, auxiliary_loss
@@ -15,12 +16,17 @@ E, K, H, I = 8, 2, 16, 12  # noqa: E741  the axis letters of the project
 ALL = RouterLosses(balance=0.02, sequence=0.003, z=0.01)
 
 
-def build(act_fn: str = "softmax", **options: object) -> MoE:
+def build(act_fn: str = "softmax", top_k: int = K, **options: object) -> MoE:
     torch.manual_seed(0)
     config = RoutedExpertsMLPOpsConfig(
-        num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, hidden_act="silu", glu_mlp=True
+        num_experts=E,
+        top_k=top_k,
+        hidden_size=H,
+        intermediate_size=I,
+        hidden_act="silu",
+        glu_mlp=True,
     )
-    router = RouterTopK(E, K, H, act_fn=act_fn, **options)  # type: ignore[arg-type]
+    router = RouterTopK(E, top_k, H, act_fn=act_fn, **options)  # type: ignore[arg-type]
     return MoE(router, ExpertMLPsV2(config), return_router_logits=True, return_expert_index=True)
 
 
@@ -71,13 +77,46 @@ def test_losses_are_their_formulas_and_reach_the_router(act_fn: str) -> None:
     torch.testing.assert_close(total, apart)
 
 
-def test_a_layers_balance_loss_times_k_is_that_of_transformers() -> None:
-    layer = build().double().train()
-    layer.use_router_losses(RouterLosses(balance=float(K)))
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    logits = layer(torch.randn(2, 5, H, dtype=torch.float64), mask)[1]
-    theirs = load_balancing_loss_func((logits,), E, K, mask)
-    torch.testing.assert_close(layer.losses["balance"], theirs.detach().double())
+def deepseek(logits: Tensor, index: Tensor) -> Tensor:
+    """Equations 17 to 20 of DeepSeek-V3 for one sequence, [S, E] logits and [S, K] choices."""
+    affinity = logits.sigmoid()
+    mean_E = (affinity / affinity.sum(-1, keepdim=True)).mean(0)
+    count_E = torch.nn.functional.one_hot(index, E).sum((0, 1))
+    return (E / (K * len(logits)) * count_E * mean_E).sum()
+
+
+@pytest.mark.parametrize("name", ["deepseek", "transformers", "switch", "st_moe"])
+def test_a_named_loss_is_that_of_its_library_in_each_layer_and_in_their_sum(name: str) -> None:
+    act_fn, k = ("sigmoid" if name == "deepseek" else "softmax"), 1 if name == "switch" else K
+    layers = torch.nn.ModuleList([build(act_fn, top_k=k) for _ in range(2)]).double().train()
+    torch.nn.init.normal_(layers[1].router.linear_router.weight)
+    total = torch.zeros((), dtype=torch.float64)
+    for layer in layers:
+        layer.use_router_losses(RouterLosses.named(name, 0.3, k))
+        logits, index = layer(torch.randn(2, 5, H, dtype=torch.float64))[1:3]
+        by_sequence = logits.view(2, 5, E)
+        if name == "deepseek":
+            pairs = zip(by_sequence, index.view(2, 5, K), strict=True)
+            wanted = torch.stack([deepseek(*pair) for pair in pairs]).mean()
+        elif name == "transformers":
+            wanted = load_balancing_loss_func((logits,), E, k)
+        elif name == "switch":
+            wanted = switch.load_balancing_loss_func(
+                by_sequence.flatten(0, 1)[None].softmax(-1), index[None]
+            )
+        else:
+            wanted = switch.router_z_loss_func(by_sequence)
+        (found,) = layer.losses.values()
+        torch.testing.assert_close(found, 0.3 * wanted.detach().double(), rtol=1e-6, atol=0)
+        total += 0.3 * wanted.detach()
+    torch.testing.assert_close(auxiliary_loss(layers).detach(), total, rtol=1e-6, atol=0)
+
+
+def test_what_is_no_loss_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="step_selection_biases"):
+        RouterLosses.named("torchtitan", 1e-3, K)
+    with pytest.raises(ValueError, match=r"formula='mixtral': must be one of deepseek"):
+        RouterLosses.named("mixtral", 1e-3, K)
 
 
 def test_an_even_load_has_balance_losses_of_their_weights() -> None:

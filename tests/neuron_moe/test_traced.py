@@ -37,9 +37,7 @@ def make_layer(backend: str, *, is_shared: bool = False, has_norm: bool = False)
     layer = MoE(
         Router(RouterSpec(num_experts=E, hidden_size=H, formula=RouterFormula(top_k=K))),
         RoutedExperts(spec, backend=backend),
-        SharedExperts(SharedSpec(hidden_size=H, intermediate_size=I, activation="silu"))
-        if is_shared
-        else None,
+        SharedExperts(SharedSpec(hidden_size=H, intermediate_size=I)) if is_shared else None,
         torch.nn.RMSNorm(H) if has_norm else None,
     )
     return layer.eval().to(torch.bfloat16)

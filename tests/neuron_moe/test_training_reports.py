@@ -94,10 +94,11 @@ def test_transformers_33969_jitter_does_not_reach_the_experts() -> None:
 
 
 @pytest.mark.long
-def test_sonic_moe_60_numbers_of_tokens_share_graphs() -> None:
+@pytest.mark.parametrize("save_percent", [None, 0, 50, 100])
+def test_sonic_moe_60_numbers_of_tokens_share_graphs(save_percent: int | None) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    step = torch.compile(build(save_percent=0), backend=counter, fullgraph=True)
+    step = torch.compile(build(save_percent), backend=counter, fullgraph=True)
     for tokens in (5, 9, 17, 33, 64, 100, 200):
         step(torch.randn(1, tokens, H))[0].sum().backward()
     assert counter.frame_count <= 3

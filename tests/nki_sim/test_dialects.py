@@ -17,7 +17,13 @@ from nki_sim.language import api as nl
 from nki_sim.lint.linter import lint_kernel, lint_source
 
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
-MODULES = {"nki": "nki", "nl": "nki.language", "nisa": "nki.isa", "compiler": "nki.compiler"}
+MODULES = {
+    "nki": "nki",
+    "nl": "nki.language",
+    "constants": "nki.language.constants",
+    "nisa": "nki.isa",
+    "compiler": "nki.compiler",
+}
 
 
 def copied(x: Any, dtype: Any = None) -> Any:
@@ -115,7 +121,8 @@ def fault_of(kernel: Any) -> OldDialectError:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module in OLD_NAMES for name in OLD_NAMES[module]]
+    ("module", "name"),
+    [(module, name) for module in OLD_NAMES for name in OLD_NAMES[module] if name != "par_dim"],
 )
 def test_an_old_name_says_its_age_and_todays_form(module: str, name: str) -> None:
     nki_sim.provide()
@@ -134,6 +141,19 @@ def test_an_old_name_says_its_age_and_todays_form(module: str, name: str) -> Non
     assert (finding.rule, finding.line, finding.severity) == ("NKI047", 2, "error")
     assert f"`{module}.{name}`: it is of" in str(finding)
     assert f"Use {OLD_NAMES[module][name].instead}." in str(finding)
+
+
+def test_par_dim_marks_a_first_axis_and_no_other() -> None:
+    def kernel(x: Any, *blocks: int) -> Any:
+        tile = nl.ndarray((*blocks, nl.par_dim(4), 8), x.dtype)  # type: ignore[attr-defined]
+        isa.dma_copy(tile, x)
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+        isa.dma_copy(out, tile)
+        return out
+
+    assert np.array_equal(nki_sim.run(kernel, X).outputs, X)
+    error = fault_of(lambda x: kernel(x, 2))
+    assert error.operand == "nl.par_dim"
 
 
 OLD_CALLS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -56,6 +57,7 @@ FILES = {
             parser.addoption("--force-local-cleanup", action="store_true")
     """,
     "test/utils/__init__.py": "",
+    "test/utils/common_dataclasses.py": "Platforms = ('trn2', 'trn3')\n",
     "test/integration/__init__.py": "",
     "test/integration/nkilib/__init__.py": "",
     "test/integration/nkilib/test_double.py": """
@@ -92,6 +94,13 @@ FILES = {
         def test_too_large():
             pytest.skip("too large")
 
+        @pytest.mark.skip(reason="Skipping slow simulation test")
+        def test_called_slow():
+            run(4)
+
+        def test_own_fault():
+            {"x.must_alias_input": 4}["x"]
+
         def test_endless():
             time.sleep(60)
     """,
@@ -104,6 +113,8 @@ EXPECTED = {
     "broken_rule": "refused",
     "refusal_is_expected": "passed",
     "too_large": "skipped",
+    "called_slow": "passed",
+    "own_fault": "skipped",
     "endless": "skipped",
 }
 
@@ -129,7 +140,7 @@ def test_each_test_of_a_library_ends_as_it_should(library: Path, tmp_path: Path)
     before = {path for path in library.rglob("*") if path.is_file()}
     kept = tmp_path / "kept.json"
     done = command("--library", str(library), "--json", str(kept), "--seconds", "0.5")
-    tests = json.loads(kept.read_text())["tests"]
+    tests = {each["id"]: each for each in map(json.loads, kept.read_text().splitlines())}
     old = tests.pop("test/integration/nkilib/test_old.py")
     assert (old["outcome"], "no_such_module" in old["reason"]) == ("skipped", True)
     assert {n.removeprefix(SUITE): t["outcome"] for n, t in tests.items()} == EXPECTED
@@ -137,27 +148,35 @@ def test_each_test_of_a_library_ends_as_it_should(library: Path, tmp_path: Path)
     assert "IllegalOperand" in tests[f"{SUITE}broken_rule"]["reason"]
     assert tests[f"{SUITE}too_large"]["reason"] == "too large"
     assert tests[f"{SUITE}endless"]["reason"] == "over 0.5 s"
+    assert tests[f"{SUITE}own_fault"]["reason"].startswith("fault of the test in test_double.py")
     assert done.returncode == 1
     assert [line.split() for line in done.stdout.splitlines()[-4:]] == [
         ["function", *vendor_tests.OUTCOMES],
-        ["double", "2", "1", "1", "2"],
+        ["double", "3", "1", "1", "3"],
         ["old", "1"],
-        ["all", "2", "1", "1", "3"],
+        ["all", "3", "1", "1", "4"],
     ]
     assert {path for path in library.rglob("*") if path.is_file()} == before
 
 
-def test_the_tests_of_a_list_are_run_and_what_changed_is_said(
+def test_the_tests_of_a_list_are_run_on_and_what_changed_is_said(
     library: Path, tmp_path: Path
 ) -> None:
-    listed = tmp_path / "list.json"
-    wanted = {f"{SUITE}agrees": "passed", f"{SUITE}differs": "passed", f"{SUITE}gone": "passed"}
-    listed.write_text(json.dumps({"tests": wanted}))
-    done = command("--library", str(library), "--list", str(listed))
+    listed, kept = tmp_path / "list.gz", tmp_path / "kept"
+    names = ("agrees", "differs", "gone", "refusal_is_expected")
+    lines = [json.dumps({"id": f"{SUITE}{name}", "outcome": "passed"}) for name in names]
+    trn3 = json.dumps({"id": f"{SUITE}broken_rule", "platform": "trn3", "outcome": "passed"})
+    listed.write_bytes(gzip.compress("\n".join([*lines, trn3]).encode()))
+    ended = {"id": f"{SUITE}agrees", "outcome": "passed", "reason": "", "seconds": 123.0}
+    kept.write_text(json.dumps(ended) + "\n")
+    more = ("--json", str(kept), "--resume")
+    done = command("--library", str(library), "--list", str(listed), *more)
     assert done.returncode == 1
+    first, *_ = map(json.loads, kept.read_text().splitlines())
+    assert first == ended
     assert f"{SUITE}differs: was passed, failed" in done.stdout
     assert f"{SUITE}gone: was passed, is not there" in done.stdout
-    assert "2 of 3 tests changed" in done.stdout
+    assert "2 of 4 tests changed" in done.stdout
     assert "broken_rule" not in done.stdout
 
 
@@ -165,9 +184,13 @@ def test_what_is_no_checkout_and_what_is_no_list_is_refused(library: Path, tmp_p
     with pytest.raises(ValueError, match=r"--library .*: no folders"):
         vendor_tests.main(["--library", str(tmp_path)])
     listed = tmp_path / "list.json"
-    listed.write_text('{"tests": {"a": "fine"}}')
-    with pytest.raises(ValueError, match="a: outcome='fine'"):
-        vendor_tests.main(["--library", str(library), "--list", str(listed)])
+    for text, words in (
+        ('{"id": "a", "outcome": "fine"}', "a: outcome='fine'"),
+        ('{"id": "a", "outcome": "passed", "platform": "trn3"}', "no test for trn2"),
+    ):
+        listed.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            vendor_tests.main(["--library", str(library), "--list", str(listed)])
 
 
 def test_only_a_doubled_end_of_a_docstring_is_taken_out() -> None:

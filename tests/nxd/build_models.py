@@ -38,7 +38,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel_enabled": True,
     },
 }
-LENGTH = 256
+LENGTHS = (192, 256)
+BLOCK_SIZE = 64  # NxDI has 512 by itself
 
 
 class Tracer:
@@ -70,6 +71,7 @@ class Tracer:
                 "tokens": list(inputs[0].shape),
                 "calls": self.wire.calls,
                 "kernels": kernels.names,
+                "block_sizes": sorted(set(kernels.block_sizes)),
             }
         )
 
@@ -100,10 +102,13 @@ def application(name: str, folder: Path, keys: Mapping[str, Any]) -> Any:
     config_kind = kind.get_config_cls()
     neuron = config_kind.get_neuron_config_cls()(
         batch_size=1,
-        seq_len=LENGTH,
-        max_context_length=LENGTH,
+        seq_len=LENGTHS[-1],
+        max_context_length=LENGTHS[-1],
+        enable_bucketing=True,
+        context_encoding_buckets=list(LENGTHS),
+        token_generation_buckets=[LENGTHS[-1]],
         tp_degree=RANKS,
-        blockwise_matmul_config={"block_size": 128},
+        blockwise_matmul_config={"block_size": BLOCK_SIZE},
         attn_kernel_enabled=False,  # of theirs, which fake tensors cannot enter
         torch_dtype=torch.bfloat16,
         **keys,

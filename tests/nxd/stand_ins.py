@@ -138,7 +138,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Answer imports of the SDK's packages that nothing else answers; the simulator answers nki."""
-    importlib.import_module("nki_kernels")
+    importlib.import_module("nki_kernels.provided")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
     # Named in annotations; the real one comes with torch_neuronx's shared library.

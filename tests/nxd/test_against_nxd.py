@@ -118,8 +118,10 @@ def test_nxdis_builder_traces_its_models_with_our_layer() -> None:
     assert {row["model"] for row in rows} == {"gpt_oss", "qwen3_moe", "mixtral", "dbrx", "llama4"}
     assert len(rows) == 20
     for row in rows:
-        assert [trace["tokens"] for trace in row["traces"]] == [[1, 256], [1, 1]]
+        assert [trace["tokens"] for trace in row["traces"]] == [[1, 192], [1, 256], [1, 1]]
         assert all(trace["kernels"] for trace in row["traces"]), row["model"]
+        of_prefill = [trace["block_sizes"] for trace in row["traces"][:-1]]
+        assert of_prefill == [[64]] * 2, row  # that of blockwise_matmul_config
 
 
 @pytest.mark.slow

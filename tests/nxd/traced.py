@@ -18,6 +18,7 @@ Prints a line for each case and, last, one JSON object.
 import argparse
 import json
 import logging
+import math
 import sys
 import types
 import warnings
@@ -365,13 +366,18 @@ def calls_of_nxd(
     return wire.calls
 
 
-def kinds_of(calls: list[Call]) -> list[tuple[str, list[list[int]]]]:
-    """Return kinds and meshes, in order of kind.
+def kinds_of(calls: list[Call], top_k: int) -> list[tuple[str, list[list[int]], int, int]]:
+    """Return kinds, meshes, tokens and widths, in order.
 
     Left out is what only NxD's way of indexing blocks needs: ranks that divide the work of it and
-    join what they found. Shapes differ, too: where NxD gathers logits, ours are k-wide.
+    join what they found. Where NxD gathers the affinities of all experts, ours are k-wide.
     """
-    return sorted((kind, mesh) for kind, mesh, _ in calls if kind != "all_reduce max")
+    found = []
+    for kind, mesh, shape in calls:
+        width = top_k if kind == "all_gather" and shape[-1] == cases.E else shape[-1]
+        if kind != "all_reduce max":
+            found.append((kind, mesh, math.prod(shape[:-1]), width))
+    return sorted(found)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -393,7 +399,8 @@ def main(argv: list[str] | None = None) -> int:
         first, error = rows[0], max(row["error"] for row in rows)
         is_same = all(row["calls"] == first["calls"] == row["fake_calls"] for row in rows)
         theirs = first["their_calls"]
-        is_nxds = theirs is None or kinds_of(first["calls"]) == kinds_of(theirs)
+        top_k = CASES[first["case"]].top_k
+        is_nxds = theirs is None or kinds_of(first["calls"], top_k) == kinds_of(theirs, top_k)
         is_right = error <= LIMITS[args.backend] and is_same and is_nxds
         unknown += theirs is None
         wrong += not is_right

@@ -24,6 +24,7 @@ from neuron_moe import (
 )
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.placement import ExpertPlacement
+from neuron_moe.spec import ExpertFormula
 
 E, K, H, I = 8, 2, 64, 32  # noqa: E741  the axis letters
 OWNERS = (
@@ -330,6 +331,7 @@ PROBES: list[Probe] = [
     Probe("RoutedExpertsMLPOpsConfig", "top_k", 3),
     Probe("RoutedExpertsMLPOpsConfig", "hidden_act", "relu"),
     Probe("RoutedExpertsMLPOpsConfig", "glu_mlp", False),
+    Probe("RoutedExpertsMLPOpsConfig", "formula", ExpertFormula("tanh")),
     Probe("RoutedExpertsMLPOpsConfig", "bias", True),
     Probe("RoutedExpertsMLPOpsConfig", "glu_type", "swiglu"),
     Probe("RoutedExpertsMLPOpsConfig", "hidden_act_scaling_factor", 1.702, _SWIGLU),

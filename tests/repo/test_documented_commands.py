@@ -11,7 +11,7 @@ from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.subcommands import MENU
 from tests.repo.test_documents import DOCUMENTS, commands_of
 
-_RUN = ("explain", "inspect", "plan", "routing", "place", "generate")
+_RUN = ("inspect", "plan", "routing", "generate")
 # Files of the reader, pieces of a call, and what takes minutes.
 _LEFT_OUT = re.compile(
     r"[A-Z]{3,}|<|\.\.\.|\||nowhere|tuned\.yaml|\.corpus|trn2u|backend nki|^generate(?!.*--prompt)"
@@ -52,7 +52,7 @@ def test_documented_commands_are_taken_by_their_parser(
 
 
 def test_commands_are_found() -> None:
-    assert {words[0] for words in documented()} >= {"explain", "inspect", "plan", "routing"}
+    assert {words[0] for words in documented()} >= {"inspect", "plan", "routing"}
 
 
 @pytest.mark.long
@@ -75,7 +75,7 @@ def test_the_page_about_tuning_can_be_followed(
 ) -> None:
     page = next(path for path in DOCUMENTS if path.name == "tuning.md").read_text()
     monkeypatch.chdir(tmp_path)
-    asked = [words for words in commands_of(page) if words[0] in ("tune", "explain")]
+    asked = [words for words in commands_of(page) if words[0] in ("tune", "inspect")]
     assert asked[0][0] == "tune"
     for words in asked:
         if len(words) > 1 and "..." not in words:

@@ -35,6 +35,7 @@ DOCUMENTS = [
     ROOT / "README.md",
 ]
 _MENUS = ("bench", "check", "chip")  # commands whose first word names another
+_OTHERWISE = {"inspect": "--explain", "plan": "--place"}  # an option with options of its own
 
 
 def _name(path: Path) -> str:
@@ -85,6 +86,8 @@ def test_commands_exist(path: Path) -> None:
     for words in commands_of(path.read_text()):
         has_target = len(words) > 1 and re.fullmatch("[a-z_]+", words[1]) is not None
         called = tuple(words[:2]) if has_target and words[0] in _MENUS else (words[0],)
+        if (mode := _OTHERWISE.get(words[0])) in words:
+            called = (words[0], str(mode))
         told = _help(called)
         if told is None:
             wrong.append(f"no command neuron-moe {' '.join(called)}")

@@ -60,6 +60,26 @@ def test_nothing_imports_upward(layer: str) -> None:
             assert module.split(".")[0] != "tests", f"{path} imports {module}"
 
 
+def test_nxds_constructors_are_imported_by_nobody_inside() -> None:
+    # The names that users import, NxD's module paths, and the two doors to NxDI.
+    edge = {"public", "routing", "moe_configs", "expert_mlps_v2", "modules", "nxd_compat"}
+    doors = {ROOT / "serving" / "plugin.py", ROOT / "tools" / "compile" / "nxdi.py"}
+    for layer in ("neuron_moe", "models", "serving", "tools"):
+        for path in set(_files(layer)) - doors:
+            room = path.relative_to(ROOT / layer).with_suffix("").parts[0]
+            if layer == "neuron_moe" and room in edge | {"__init__"}:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module == "neuron_moe":
+                    # Any other name of the face brings all of `public`.
+                    names = {each.name for each in node.names}
+                    assert names == {"__version__"}, f"{path}:{node.lineno} imports {names}"
+            for module, _ in _imports(path):
+                parts = module.split(".")
+                is_edge = parts[0] == "neuron_moe" and not edge.isdisjoint(parts[1:2])
+                assert not is_edge, f"{path} imports {module}"
+
+
 def test_models_reach_kernels_only_through_neuron_moe() -> None:
     for path in _files("models"):
         for module, _ in _imports(path):

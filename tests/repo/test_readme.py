@@ -13,10 +13,6 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_readme_is_read_in_two_screens() -> None:
-    assert len(re.findall(r"[^\s|]+", README)) <= 800  # a table's bars are no words
-
-
 def test_the_example_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, flags=re.DOTALL)
     assert len(examples) == README.count("```python") > 0

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from neuron_moe.backends.nki import launch, operators
 from neuron_moe.checkpoint import unique_parameters
 from neuron_moe.configs import load_config
 from neuron_moe.configs.deployments import load_deployments
 from neuron_moe.models.dense_parts import DenseSplit
 from neuron_moe.models.deployment import Deployment
+from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.parallel import parallel_state
@@ -23,14 +26,15 @@ from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
 from neuron_moe.serving.options import ServingOptions
 from tests.models.families import FAMILIES, write_checkpoint
+from tests.neuron_moe import nki_hop
 from tests.ranks import start_ranks, values_of
 from tests.repo.source import ROOT
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
-from tests.serving.stand_in_runner import Runner
+from tests.serving.stand_in_runner import Runner, native_class
 
 PROMPTS = [list(range(3, 8)), list(range(10, 63)), list(range(40, 70))]
-SERVED = ("gpt_oss_120b", "llama4_maverick", "qwen3_235b_a22b")
+SERVED = ("gpt_oss_120b", "llama4_maverick", "qwen3_235b_a22b", "qwen3_5_397b_a17b")
 # Nothing divides by four ranks: 3 query heads for each of 2 key/value heads, odd widths and rows.
 ODD = {
     "num_attention_heads": 6,
@@ -39,6 +43,8 @@ ODD = {
     "vocab_size": 301,
     "intermediate_size_mlp": 97,
     "shared_expert_intermediate_size": 50,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
 }
 
 
@@ -52,15 +58,31 @@ def _odd(name: str, folder: Path) -> Path:
     return folder
 
 
-def _serve(folder: Path, size: int, ep_degree: int, compiler: str | None = None) -> list[Any]:
+def _mesh(size: int, ep_degree: int) -> tuple[Any, Any]:
+    """Return this rank's row and column of a mesh whose rows, as the plugin's of 8 x 8, are no runs
+    of ranks.
+    """
+    if ep_degree in (1, size):
+        return None, None
+    ranks = torch.arange(size).view(-1, ep_degree).t()
+    mine = [
+        group
+        for runs in (ranks, ranks.t())
+        for run in runs.tolist()
+        if (group := dist.new_group(run)) and dist.get_rank() in run
+    ]
+    return mine[0], mine[1]
+
+
+def _serve(folder: Path, size: int, ep_degree: int, captures: bool = False) -> list[Any]:
     """Return the tokens and the graphs of each rank."""
 
     def serve(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             group = stand_ins.GroupCoordinator(size, rank, dist.group.WORLD)
-            stand_ins.stand_in(patch, group, ep_degree)
-            runner = Runner(folder, torch.float32, compiler=compiler, trims=True)
-            if compiler is not None:
+            stand_ins.stand_in(patch, group, ep_degree, mesh=_mesh(size, ep_degree))
+            runner = Runner(folder, torch.float32, captures=captures, trims=True, samples=captures)
+            if captures:
                 runner.warm_up()
             return runner.generate(PROMPTS, 6), runner.codes
 
@@ -80,6 +102,8 @@ def _serve(folder: Path, size: int, ep_degree: int, compiler: str | None = None)
                 "olmoe-limited-normalised",
                 "ernie4_5_moe",
                 "dbrx",
+                "qwen3_5_moe",
+                "qwen3_next",
             )
         ),
     ],
@@ -92,14 +116,19 @@ def test_four_ranks_whose_axes_do_not_divide_give_the_same_tokens(
     assert _serve(folder, 4, 1) == [(expected, [])] * 4
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (4, 1), (4, 4)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize(
     "name",
     [
         TINY_NAME,
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("qwen3_moe-sliding-dense-layers", "llama4-maverick", "glm4_moe")
+            for name in (
+                "qwen3_moe-sliding-dense-layers",
+                "qwen3_5_moe",
+                "llama4-maverick",
+                "glm4_moe",
+            )
         ),
     ],
 )
@@ -115,7 +144,7 @@ def test_ranks_give_the_same_tokens(name: str, layout: tuple[int, int], folder_o
 def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of: Folders) -> None:
     folder = folder_of(name)
     expected = own_tokens(folder, PROMPTS, 6)
-    served = _serve(folder, size, 1, compiler="aot_eager")
+    served = _serve(folder, size, 1, captures=True)
     assert [tokens for tokens, _ in served] == [expected] * size
     codes = served[0][1]
     assert len(codes) == 4
@@ -123,29 +152,43 @@ def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ep_degree", [1, 2], ids=["tp2", "ep2"])
-def test_kernels_of_two_ranks_give_the_same_tokens(
-    ep_degree: int, folder_of: Folders, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("size", "ep_degree"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "ep2"])
+@pytest.mark.parametrize("name", [TINY_NAME, "qwen3_moe", "qwen3_5_moe", "llama4-maverick"])
+def test_graphs_with_kernels_alone_give_the_tokens_of_generate(
+    name: str, size: int, ep_degree: int, folder_of: Folders
 ) -> None:
-    stand_ins.stand_in(monkeypatch)
-    folder, prompts = folder_of("llama4-maverick"), [list(range(10, 26))]
-    expected = Runner(folder, torch.bfloat16).generate(prompts, 3)
+    # Of prompts after which no two tokens nearly tie: parts are summed in another order.
+    folder, prompts = folder_of(name), [list(range(200, 224)), list(range(70, 90))]
+    model: Any = load_model(folder, dtype=torch.bfloat16, backend="nki")
+    with torch.inference_mode():
+        expected = generate(model, prompts, GenerationOptions(max_new_tokens=3)).token_ids
 
-    def serve(rank: int) -> list[list[int]]:
+    def serve(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            group = stand_ins.GroupCoordinator(2, rank, dist.group.WORLD)
+            group = stand_ins.GroupCoordinator(size, rank, dist.group.WORLD)
             stand_ins.stand_in(patch, group, ep_degree)
-            runner = Runner(folder, torch.bfloat16, options={"backend": "nki"})
-            return runner.generate(prompts, 3)
+            patch.setattr(launch, "_LOWERED", operators.lowered(nki_hop.wrap_nki))
+            options = {"backend": "nki", "block_size": 32}
+            runner = Runner(folder, torch.bfloat16, options=options, captures=True, trims=True)
+            return runner.generate(prompts, 3), runner.codes, runner.operators
 
-    assert values_of(start_ranks(2, serve)) == [expected] * 2
+    served = values_of(start_ranks(size, serve, timeout_s=400))
+    assert [tokens for tokens, *_ in served] == [expected] * size
+    _, codes, found = served[0]
+    assert len(codes) == 2  # of prefill and of decode
+    assert all(each[1:] == (codes, found) for each in served), "a graph knows its rank"
+    own = {each for each in found if not each.startswith(("aten.", "prims.", "<built-in"))}
+    collectives = {each for each in own if each.startswith("_c10d_functional.")}
+    assert own - collectives == {"nki_kernel_wrapper"}
+    kinds = ("all_reduce", "all_gather_into_tensor", "wait_tensor")
+    assert collectives == {f"_c10d_functional.{kind}.default" for kind in kinds[: 3 * (size > 1)]}
 
 
 @contextmanager
 def _rank(folder: Path, config: ParallelConfig, rank: int) -> Iterator[NeuronMoeNativeForCausalLM]:
     """Make the model of a rank, without weights."""
     with parallel_state.as_rank(config, rank):
-        yield NeuronMoeNativeForCausalLM(folder, torch.bfloat16, ServingOptions())
+        yield native_class(folder)(folder, torch.bfloat16, ServingOptions())
 
 
 @pytest.mark.parametrize(
@@ -163,6 +206,17 @@ def test_no_rank_holds_the_whole_of_a_dense_weight(
                 # Two key/value heads are on two ranks each.
                 parts = 1 if is_whole else 2 if ".k_proj." in name or ".v_proj." in name else 4
                 assert parameter.numel() * parts == whole[name].numel(), name
+
+
+def test_tokens_of_a_vocabulary_in_unlike_parts_are_not_sampled_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.stand_in(monkeypatch)
+    with (
+        pytest.raises(ValueError, match="vocab_size=301 must divide by the 2 ranks"),
+        parallel_state.as_rank(ParallelConfig(tp=2), 0),
+    ):
+        Runner(_odd("minimax_m2", tmp_path), torch.float32, samples=True)
 
 
 def test_ranks_that_key_heads_do_not_divide_by_are_refused(folder_of: Folders) -> None:
@@ -209,19 +263,26 @@ def test_query_heads_stay_with_their_key_heads() -> None:
         assert {head // 5 for head in part.indices} == set(split.own_kv_heads)
 
 
-def _held(name: str, config: ParallelConfig, folder: Path) -> tuple[dict[str, int], int]:
-    """Return a rank's bytes of routed experts and of the rest, and of a token in the cache."""
+def _held(name: str, config: ParallelConfig, folder: Path) -> dict[str, int]:
+    """Return a rank's bytes of routed experts and of the rest, of a token in the cache, and of a
+    sequence where layers are recurrent.
+    """
     (folder / "config.json").write_text(json.dumps(load_config(name)))
     held = {"routed experts": 0, "rest": 0}
     with _rank(folder, config, config.model_size - 1) as served:
         for parameter, tensor in unique_parameters(served.model).items():
             is_routed = ".expert_mlps." in parameter
             held["routed experts" if is_routed else "rest"] += tensor.nbytes
-        token = sum(
-            2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-            for spec in served.get_kv_spec().layers
-        )
-    return held, token
+        spec = served.get_kv_spec()
+    held["token"] = sum(
+        2 * each.num_kv_heads * each.head_size * each.dtype.itemsize for each in spec.layers
+    )
+    held["sequence"] = sum(
+        prod(shape) * dtype.itemsize
+        for each in spec.recurrent_layers or []
+        for shape, dtype in zip(each.shapes, each.dtypes, strict=True)
+    )
+    return held
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -232,10 +293,12 @@ def test_a_rank_holds_what_compile_says(
     values = {**load_deployments("trn2_48xlarge")[name], "quantization": "bf16"}
     deployment = Deployment.read(values, model=name, machine="trn2.48xlarge")
     said = deployment.memory()
-    held, token = _held(name, ParallelConfig(tp=deployment.tp, ep=deployment.ep), tmp_path)
-    assert sum(held.values()) == sum(said.weights.values())
+    held = _held(name, ParallelConfig(tp=deployment.tp, ep=deployment.ep), tmp_path)
     assert held["routed experts"] == said.weights["routed experts"]
-    assert token * deployment.batch * deployment.max_length == said.kv_cache
+    assert held["routed experts"] + held["rest"] == sum(said.weights.values())
+    assert held["token"] * deployment.batch * deployment.max_length == said.kv_cache
+    # Pages of states are float32, the inputs of convolutions included.
+    assert held["sequence"] * deployment.batch == pytest.approx(said.state, rel=0.04)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -246,8 +309,8 @@ def test_the_page_tells_what_a_rank_holds(
     page = (ROOT / "docs" / "serving.md").read_text()
     (row,) = re.findall(rf"^\| {name} \|(.*)\|$", page, re.MULTILINE)
     told = [float(cell) for cell in row.split("|")]
-    held, token = _held(name, ParallelConfig(tp=1, ep=64), tmp_path)
-    batch = int(told[2])
-    found = [held["routed experts"], held["rest"], token * batch * 8192]
+    held, batch = _held(name, ParallelConfig(tp=1, ep=64), tmp_path), int(told[2])
+    cache = batch * (held["token"] * 8192 + held["sequence"])
+    found = [held["routed experts"], held["rest"], cache]
     gib = [size / (1 << 30) for size in (*found, sum(found))]
     assert told == [*(round(size, 2) for size in gib[:2]), batch, *(round(g, 2) for g in gib[2:])]

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import load_model, parse_config, read_config
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
-from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
+from neuron_moe.serving.neuron_model import (
+    NeuronMoeNativeForCausalLM,
+    NeuronMoeNativeHybridForCausalLM,
+)
 from neuron_moe.serving.neuron_weights import parameter_loaders
+from neuron_moe.serving.options import HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
 from neuron_moe.sharded.sharding import sharding_of
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
@@ -65,37 +69,28 @@ def test_stand_ins_have_the_recorded_signature(name: str) -> None:
 
 
 @pytest.mark.parametrize("segment", [None, 24], ids=["whole", "segments"])
-@pytest.mark.parametrize("name", [SLIDING, "llama4-scout", "glm4_moe"])
+@pytest.mark.parametrize("name", [SLIDING, "llama4-scout", "glm4_moe", "qwen3_5_moe"])
 def test_tokens_equal_our_own(name: str, segment: int | None, folder_of: Folders) -> None:
     folder = folder_of(name)
     runner = Runner(folder, torch.float32, trims=True, segment=segment)
     assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
 
 
-def test_mxfp4_and_sinks_go_through_the_loaders(folder_of: Folders) -> None:
+def test_mxfp4_and_sinks_go_through_the_loaders_and_tokens_are_sampled_on_the_device(
+    folder_of: Folders,
+) -> None:
     folder = folder_of(TINY_NAME)
-    runner = Runner(folder, torch.float32, trims=True)
+    runner = Runner(folder, torch.float32, trims=True, samples=True)
     assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
 
 
 @pytest.mark.long
 def test_one_static_graph_serves_each_bucket(folder_of: Folders) -> None:
     folder = folder_of(SLIDING)
-    runner = Runner(folder, torch.float32, compiler="aot_eager", trims=True)
+    runner = Runner(folder, torch.float32, captures=True, trims=True)
     runner.warm_up()
     assert runner.graphs == 4
     assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
-    assert runner.graphs == 4
-
-
-@pytest.mark.long
-def test_kernels_go_into_the_graph_of_each_bucket(folder_of: Folders) -> None:
-    folder, options = folder_of(TINY_NAME), {"backend": "nki"}
-    eager = Runner(folder, torch.bfloat16, options=options, trims=True)
-    runner = Runner(folder, torch.bfloat16, options=options, compiler="aot_eager", trims=True)
-    runner.warm_up()
-    assert runner.graphs == 4
-    assert runner.generate(PROMPTS, 4) == eager.generate(PROMPTS, 4)
     assert runner.graphs == 4
 
 
@@ -170,7 +165,6 @@ def test_loaders_may_run_at_once(folder_of: Folders) -> None:
         ({"apply_prefill_dcp": True}, "apply_prefill_dcp=True"),
         ({"all2all_backend": "neuron"}, "all2all_backend='neuron'"),
         ({"fp8_packed_kv": True}, "fp8_packed_kv=True"),
-        ({"on_device_sampling_config": {}}, "on_device_sampling_config"),
     ],
 )
 def test_what_it_does_not_do_is_refused(
@@ -193,10 +187,27 @@ def test_a_name_that_is_no_folder_is_refused() -> None:
         NeuronMoeNativeForCausalLM.from_configs(_hf_config(Path("org/model")), None)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_moe"])
-def test_attention_without_pages_is_refused(name: str, folder_of: Folders) -> None:
-    with pytest.raises(ValueError, match="must keep keys and values of one size"):
-        NeuronMoeNativeForCausalLM.from_configs(_hf_config(folder_of(name)), None)
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (NeuronMoeNativeForCausalLM, "deepseek_v3", "must keep keys and values of one size"),
+        (NeuronMoeNativeForCausalLM, "qwen3_5_moe", f"Name {HYBRID_ARCHITECTURE} in"),
+        (NeuronMoeNativeHybridForCausalLM, SMALL, f"Name {NATIVE_ARCHITECTURE} in"),
+    ],
+)
+def test_layers_that_the_class_has_no_pages_for_are_refused(
+    kind: type[NeuronMoeNativeForCausalLM], name: str, words: str, folder_of: Folders
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        kind.from_configs(_hf_config(folder_of(name)), None)
+
+
+def test_a_plugin_without_pages_for_states_is_refused(
+    folder_of: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules["vllm_neuron.model.kv_cache"], "RecurrentLayerSpec")
+    with pytest.raises(ValueError, match="no RecurrentLayerSpec"):
+        Runner(folder_of("qwen3_5_moe"), torch.float32)
 
 
 def test_an_option_of_ours_that_does_not_exist_is_refused(folder_of: Folders) -> None:
@@ -222,14 +233,3 @@ def test_embeddings_and_speculation_are_refused(folder_of: Folders) -> None:
     for name in ("inputs_embeds", "spec_decode_metadata"):
         with pytest.raises(ValueError, match=f"{name}: must be None"):
             runner.model(torch.zeros(1), torch.zeros(1), **{name: torch.zeros(1)})
-
-
-@pytest.mark.long
-def test_kernels_compute_the_experts_in_the_same_graph(folder_of: Folders) -> None:
-    folder = folder_of(TINY_NAME)
-    expected = load_model(folder, dtype=torch.bfloat16, backend="nki")
-    prompts = [list(range(10, 26))]
-    runner = Runner(folder, torch.bfloat16, options={"backend": "nki"})
-    with torch.inference_mode():
-        wanted = generate(expected, prompts, GenerationOptions(max_new_tokens=3)).token_ids
-    assert runner.generate(prompts, 3) == wanted

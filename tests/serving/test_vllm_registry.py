@@ -3,31 +3,51 @@
 import importlib.util
 import re
 import shlex
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
-from neuron_moe.serving.options import ARCHITECTURE, NATIVE_ARCHITECTURE
+from neuron_moe.models.shipped import TINY_NAME
+from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
 from neuron_moe.serving.plugin import register
+from tests.serving.conftest import Folders
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-@pytest.mark.parametrize("name", [ARCHITECTURE, NATIVE_ARCHITECTURE])
-def test_the_registry_takes_the_class(name: str) -> None:
+@pytest.mark.parametrize("name", [ARCHITECTURE, NATIVE_ARCHITECTURE, HYBRID_ARCHITECTURE])
+def test_the_registry_takes_the_class(name: str, folder_of: Folders) -> None:
     from vllm import ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
     register()
+    is_hybrid = name == HYBRID_ARCHITECTURE
     config = EngineArgs(
-        model=str(checkpoint_folder(TINY_NAME)),
+        model=str(folder_of("qwen3_5_moe" if is_hybrid else TINY_NAME)),
         hf_overrides={"architectures": [name], "quantization_config": {}},
         enforce_eager=True,
     ).create_model_config()
     assert config.runner_type == "generate"
     found, _ = ModelRegistry.resolve_model_cls(name, model_config=config)
     assert found.__name__ == name
+    assert config.is_hybrid == is_hybrid
+    if is_hybrid:  # pages are sized by what the class says
+        ranks = SimpleNamespace(tensor_parallel_size=2)
+        settings = SimpleNamespace(model_config=config, parallel_config=ranks)
+        text = config.hf_text_config
+        theirs = MambaStateShapeCalculator.gated_delta_net_state_shape(
+            2,
+            text.linear_num_key_heads,
+            text.linear_num_value_heads,
+            text.linear_key_head_dim,
+            text.linear_value_head_dim,
+            text.linear_conv_kernel_dim,
+        )
+        ours = found.get_mamba_state_shape_from_config(settings)
+        assert [*map(prod, ours)] == [*map(prod, theirs)]
 
 
 def _documented() -> list[list[str]]:
@@ -51,9 +71,8 @@ def test_documented_lines_are_taken_by_the_parser_of_vllm() -> None:
 
     parser = vllm_parser()
     parsed = [AsyncEngineArgs.from_cli_args(parser.parse_args(words)) for words in _documented()]
-    native = next(each for each in parsed if each.additional_config)
+    native, tuned = sorted(parsed, key=lambda each: not each.hf_overrides)
     assert native.hf_overrides["architectures"] == [NATIVE_ARCHITECTURE]
-    assert native.additional_config == {"neuron_config": {"on_device_sampling_config": None}}
-    assert native.async_scheduling is False
-    tuned = next(each for each in parsed if not each.additional_config)
+    assert native.additional_config == {"neuron_config": {"ep_degree": 2}}
+    assert native.enable_expert_parallel
     assert tuned.max_num_batched_tokens == 64

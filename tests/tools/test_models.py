@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.check.kernel_cases.models import LAYERS
 from neuron_moe.configs import config_names, find_config, load_config
 from neuron_moe.tools import cli
-from neuron_moe.tools.check.kernel_cases.models import LAYERS
 from neuron_moe.tools.commands.plan import read_sizes
 from neuron_moe.tools.models import model_among, read_model
 from neuron_moe.tools.timing.layers import MODELS

@@ -1,5 +1,1 @@
-"""Chip day: what a machine with a Trainium settles, behind `neuron-moe chip`.
-
-Nothing here decides whether a chip is there: a `Device` compiles, runs and times; one stands for
-the chip, one for a simulator whose coefficients nobody has seen.
-"""
+"""Compiling a plan's kernels with AWS's wheels, and what the compiler made of them."""

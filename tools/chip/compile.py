@@ -21,9 +21,8 @@ from typing import Any, Final
 
 from neuron_moe.errors import check_positive_int
 from neuron_moe.spec import DEFAULT_LNC_SIZE
-from neuron_moe.tools.chip.check import run_process
 from neuron_moe.tools.chip.dump import read_dump
-from neuron_moe.tools.chip.environment import job_variables, versions
+from neuron_moe.tools.chip.environment import job_variables, run_process, versions
 from neuron_moe.tools.chip.host import plan_of, start
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import MODEL_HELP

@@ -1,4 +1,4 @@
-"""The machine in words: device, driver, SDK, logical cores, versions."""
+"""The machine in words: device, driver, SDK, logical cores, versions; a process with a limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Mapping
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -144,6 +146,30 @@ def job_variables(cores: int) -> dict[str, str]:
     Unset, NKI compiles for 1 and neuronx-cc for 2 (NCC_EVRF066).
     """
     return dict.fromkeys(LNC_VARIABLES, str(cores))
+
+
+def run_process(
+    command: Sequence[str], limit_s: float, variables: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Run a command in a group of its own; return status (None: ended after the limit), output."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=dict(variables),
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return None, output
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, output
 
 
 def versions() -> list[Fact]:

@@ -1,4 +1,4 @@
-"""neuron-moe chip TARGET: what a machine with a chip settles, one module of `tools/chip` each."""
+"""neuron-moe chip TARGET: what a machine with a chip settles, of `tools/chip` and `lab/chip`."""
 
 from neuron_moe.tools.chip.artifacts import keep_artifacts
 from neuron_moe.tools.menu import Menu
@@ -8,7 +8,9 @@ MENU = Menu(
     "target",
     {
         "compile": ("chip.compile", "does every kernel of a plan compile; no device is needed"),
-        "check": ("chip.check", "does every kernel compile, compute and keep its time"),
+        "check": ("lab.chip.check", "does every kernel compile, compute and keep its time"),
+    },
+    {
         "calibrate": (
             "lab.chip.calibrate",
             "measure the coefficients of the simulator (or rehearse it: --against sim:SEED)",

@@ -47,7 +47,7 @@ def script(shell: str) -> str:
 def _add_all(parser: argparse.ArgumentParser, menu: Menu) -> None:
     """Add the commands of a menu, but those whose packages are missing."""
     commands = parser.add_subparsers()
-    for name, (entry, text) in menu.entries.items():
+    for name, (entry, text) in {**menu.entries, **menu.others}.items():
         try:
             module = load(entry)
             if hasattr(module, "MENU"):

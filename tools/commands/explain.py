@@ -1,6 +1,6 @@
-"""neuron-moe explain: how a MoE layer computes a step, why, and how to change that.
+"""neuron-moe inspect --explain: how a MoE layer computes a step, why, and how to change that.
 
-    neuron-moe explain --model qwen3_30b_a3b --tp 8 --phase decode --tokens 64
+    neuron-moe inspect --explain --model qwen3_30b_a3b --tp 8 --tokens 64
 
 Reads no weights: a config.json says what the layer is. The plan is the one that the layer would run
 on a rank of --tp x --ep; with --tuned, the one of a file of `neuron-moe tune`.
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("explain", __doc__)
+    parser = Parser("inspect --explain", __doc__)
     parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--phase", choices=PHASES, default="prefill", help="default: prefill")
     parser.add_argument("--tokens", type=int, required=True, help="of a step")

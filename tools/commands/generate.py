@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from neuron_moe import Explanation
 from neuron_moe.errors import check_positive_int
+from neuron_moe.explain import Explanation
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate
 from neuron_moe.models.language_model import load

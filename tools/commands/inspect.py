@@ -29,6 +29,7 @@ from neuron_moe.models.sizes import (
 )
 from neuron_moe.paths import choose_path
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, RouterSpec
+from neuron_moe.tools.commands import explain
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
 from neuron_moe.tools.models import MODEL_HELP, add_checkpoint_option, read_model
 from neuron_moe.tools.parsers import Parser
@@ -46,6 +47,8 @@ PATH_EXAMPLES = (
 
 def main(argv: list[str] | None = None) -> int:
     """Inspect, print; return the exit status."""
+    if argv and "--explain" in argv:
+        return explain.main([word for word in argv if word != "--explain"])
     args = _parser().parse_args(argv)
     raw_config, checkpoint = read_model(args.model, download=args.download)
     model_file, config = parse_config(raw_config, f"config.json of {args.model}")
@@ -200,7 +203,7 @@ def _print_report(report: dict[str, Any]) -> None:
         padding = f"{row['padding_expected']:.1%}" if in_blocks else "-"
         table.append([row["phase"], str(row["tokens"]), row["path"], blocks, padding])
     print(format_table(table))
-    print("\nneuron-moe explain --tokens T --phase prefill|decode says what the kernels (nki) do")
+    print("\n--explain --tokens T --phase prefill|decode says what the kernels (nki) do")
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -225,4 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel groups (default: 1)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument(
+        "--explain", action="store_true", help="how a step runs instead: --explain --help"
+    )
     return parser

@@ -1,6 +1,6 @@
-"""neuron-moe place: place experts on ranks by recorded load (EPLB), with replicas of hot ones.
+"""neuron-moe plan --place: place experts on ranks by recorded load (EPLB), hot ones twice.
 
-    neuron-moe place --trace traces/all.npz --ranks 8 --output placement.json
+    neuron-moe plan --place --trace all.npz --ranks 8 --output placement.json
 
 Places the experts of each layer by the first half of a trace (see neuron-moe routing) and reports
 how evenly the second half then loads the ranks, before and after. The file holds NxD's
@@ -160,7 +160,7 @@ def _report(results: list[LayerResult], args: argparse.Namespace) -> dict[str, A
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("place", __doc__)
+    parser = Parser("plan --place", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="routing trace (.npz)")
     parser.add_argument("--ranks", type=int, required=True, help="expert-parallel ranks")
     parser.add_argument("--extra-experts", type=int, default=0, help="replicas (default: 0)")

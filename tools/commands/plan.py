@@ -40,6 +40,7 @@ from neuron_moe.planner.search import (
     write_config,
 )
 from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
+from neuron_moe.tools.commands import place
 from neuron_moe.tools.commands.plan_page import (
     coefficient_rows,
     layout_rows,
@@ -66,6 +67,8 @@ _SIZE_NAMES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Plan, print, draw; return the exit status."""
+    if argv and "--place" in argv:
+        return place.main([word for word in argv if word != "--place"])
     args = _parser().parse_args(argv)
     if args.hardware is not None:
         use_measured(use_hardware(args.hardware), f"chip calibrate, {args.hardware}")
@@ -114,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_serving(served: ServingPlan, *, with_tables: bool) -> None:
     """Say which layout serves the whole model best; the answer first."""
+    print("Whole model, in replicas where they pay: attention, cache and all layers count")
     print(served)
     if with_tables and served.layouts:
         print(f"\n{format_table(serving_rows(served.layouts))}")
@@ -161,6 +165,7 @@ def _print_plan(
     with_tables: bool,
 ) -> None:
     model, machine = costs.model, costs.machine
+    print(f"MoE layers alone, one copy over all {machine.ranks} ranks: nothing else counts")
     print(
         f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
         f" {model.intermediate_size}, top {model.top_k}, {model.num_moe_layers} MoE layers,"
@@ -200,7 +205,7 @@ def _print_choice(costs: LayoutCosts) -> None:
     best = {phase: costs.ranking(phase)[0] for phase in PHASES}
     memory, is_shared = phase_memory(costs, best["prefill"].layout, best["decode"].layout)
     room = costs.machine.hbm_bytes
-    print(f"one cut for both phases: EP {single['prefill'].layout.ep}")
+    print(f"both phases in one ParallelConfig: EP {single['prefill'].layout.ep}")
     for phase, entry in single.items():
         slower = entry.cost.total_us / best[phase].cost.total_us
         print(f"  {phase}: {entry.layout}: {entry.cost.total_us:.0f} us, {slower:.2f} x the best")
@@ -212,7 +217,7 @@ def _print_choice(costs: LayoutCosts) -> None:
         kept = "shared" if is_shared else "kept twice"
         fits = memory + COEFFICIENTS["reserve_bytes"].value <= room
         print(
-            f"hybrid, the best of each phase: up to {gain:.2f} x faster; experts {kept},"
+            f"the best of each phase (hybrid): up to {gain:.2f} x faster; experts {kept},"
             f" {format_bytes(memory)} a rank: {'fits' if fits else 'does not fit'}\n"
             f"  {write_config(config_of(best['prefill'].layout, best['decode'].layout))}"
         )
@@ -320,6 +325,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.more.add_argument(
         "--picture", type=Path, help="PNG to write: times and bytes against EP"
+    )
+    parser.more.add_argument(
+        "--place", action="store_true", help="experts on ranks instead: --place --help"
     )
     add_report_option(parser)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

@@ -65,9 +65,9 @@ def find_request(model: str | None, config: str | None, changes: Sequence[str]) 
         label, twin = str(model), named or _twin(raw_config)
     else:
         if named is None:
+            given = "no model" if config is None else f"--config={config}: names no model"
             raise ValueError(
-                f"--config={config}: names no model. Add --model with a folder or one of"
-                f" {', '.join(config_names())}."
+                f"{given}. Add --model with a folder or one of {', '.join(config_names())}."
             )
         raw_config, label, twin = load_config(named), named, named
     _refuse_machine(machine)

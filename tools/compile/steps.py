@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from neuron_moe import MoE
 from neuron_moe.backends.nki.times import KernelTime, as_served, draw_choices, simulate_plan
 from neuron_moe.models.deployment import Deployment
 from neuron_moe.models.loader import parse_config
@@ -23,6 +22,7 @@ from neuron_moe.models.whole_model import (
     layer_kinds,
     shared_experts_time,
 )
+from neuron_moe.moe import MoE
 from neuron_moe.parallel import parallel_state
 from neuron_moe.plan import Plan, Step
 from neuron_moe.tools.compile.request import Request

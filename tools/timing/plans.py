@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 import nki_sim
-from neuron_moe import MoE
 from neuron_moe.backends.nki.backend import NkiBackend
 from neuron_moe.backends.nki.times import TIMES_ONLY, Routed, as_served, plan_runs
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.layers import RMSNorm
+from neuron_moe.moe import MoE
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, ExpertSpec, RouterFormula, RouterSpec, Tuning

@@ -20,7 +20,7 @@ from pathlib import Path
 from lab.bench.anchors.models import ANCHORS, measure
 from lab.bench.anchors.points import Point, find_points, kept_trace
 from lab.bench.anchors.report import Row, draw, summaries, table
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from neuron_moe.tools.console import tell_json
 from neuron_moe.tools.parsers import Parser
 from nki_sim.time.estimate import estimate

@@ -20,7 +20,7 @@ from lab.bench.anchors.report import Row
 from lab.bench.decode.cases import DecodeCase
 from lab.bench.decode.vendor import launch_vendor as launch_decode
 from lab.bench.prefill.vendor import DEPLOYED, Variant, launch_vendor
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.layers import (
     BF16_BYTES,
     HBM_BYTES_PER_US,

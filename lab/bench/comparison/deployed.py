@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lab.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.paths import choose_path
-from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.timing.layers import HBM_BYTES_PER_US, PE_CYCLES_PER_US, Model
 
 BLOCK_SIZE = 512

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import nki_sim
-from neuron_moe.tools.check import kernels, vendor
-from neuron_moe.tools.check.case_file import read_cases
-from neuron_moe.tools.check.launcher import checking_for, watching
-from neuron_moe.tools.check.outcomes import Outcome
-from neuron_moe.tools.check.vendor_cases.case import Case, Limits
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check import kernels, vendor
+from lab.check.case_file import read_cases
+from lab.check.launcher import checking_for, watching
+from lab.check.outcomes import Outcome
+from lab.check.vendor_cases.case import Case, Limits
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.parsers import PRINTED, Parser
 from neuron_moe.tools.timing.sources import write_result

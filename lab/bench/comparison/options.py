@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE
 from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.hardware_file import use_hardware
 from nki_sim.time.schedule_model import CORNERS

@@ -56,7 +56,7 @@ from lab.bench.decode.work import (
     OurSide,
     spreads_of,
 )
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import PRINTED, Parser

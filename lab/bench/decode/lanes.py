@@ -22,7 +22,7 @@ from lab.bench.decode.cases import DecodeCase, find_model
 from lab.bench.decode.ours import decode_plan, launch_ours
 from lab.bench.decode.vendor import MODES, launch_vendor
 from lab.bench.decode.work import OPTIONS
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_sim import Run

@@ -21,7 +21,7 @@ import nki_sim
 from lab.bench.comparison.attempts import Attempt
 from lab.bench.decode.cases import ROUTERS, DecodeCase
 from lab.bench.decode.router_inputs import BF16, RouterInputs
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import HBM_BYTES_PER_US, Model
 from neuron_moe.tools.timing.pool import Task

@@ -21,7 +21,7 @@ from lab.bench.decode.cases import WEIGHT_BYTES, DecodeCase, hbm_bound_us
 from lab.bench.decode.ours import config_of, decode_plan, launch_ours
 from lab.bench.decode.results import IN_BF16, Book, Key, Row, row_of
 from lab.bench.decode.vendor import launch_vendor, seconds_of
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.sources import Sources
 from neuron_moe.tools.timing.timelines import bottleneck, corner_timelines

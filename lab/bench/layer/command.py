@@ -35,7 +35,7 @@ from lab.bench.comparison.attempts import Attempt
 from lab.bench.comparison.options import add_library_option
 from lab.bench.layer.picture import draw_layers
 from lab.bench.layer.work import SPLITS, VENDOR_FIELDS, Case, Key, Row
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import PRINTED, Parser

@@ -25,11 +25,9 @@ from lab.bench.comparison.attempts import Attempt, fastest
 from lab.bench.decode.cases import ROUTERS
 from lab.bench.prefill.vendor import OPTIONS, with_lists
 from lab.bench.prefill.vendor_index import FULL, UNFIT, first_line, parts_of
+from lab.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.moe_prefill import CORES
 from neuron_moe.shared_experts import SharedExperts
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from neuron_moe.tools.check.vendor_cases.mlp import mlp_kernel
-from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES
-from neuron_moe.tools.check.vendor_cases.router import HBM_LAYOUTS
 from neuron_moe.tools.timing import layers
 from neuron_moe.tools.timing.layers import Model
 from neuron_moe.tools.timing.timelines import corner_timelines
@@ -39,6 +37,8 @@ ROUTER_TOKENS = 2048  # the most that router_topk is meant for; more are several
 BF16 = ml_dtypes.bfloat16
 ROUTER, EXPERTS, MLP = "router_topk", "moe", "mlp"  # launches; the last for shared experts
 _ACTIVATIONS = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU_Tanh_Approx"}
+_ROUTER_LAYOUTS = {"H_T": 0, "T_H": 1}
+_TILINGS = ("use_tkg_gate_up_proj_column_tiling", "use_tkg_down_proj_column_tiling")
 Times = dict[str, dict[str, float]]  # microseconds of each launch, by corner
 
 
@@ -123,8 +123,8 @@ def _every_token(
         "down_proj_weights_tensor": (width, H),
     }
     operands = {name: nki_sim.TensorSpec(shape, "bfloat16") for name, shape in specs.items()}
-    activation = library.enum("ActFnType", _ACTIVATIONS[shared.spec.activation])
-    return _time(corners, MLP, mlp_kernel(library), OPTIONS, activation_fn=activation, **operands)
+    activation = library.enum("ActFnType", _ACTIVATIONS[shared.spec.formula.activation])
+    return _time(corners, MLP, _mlp_kernel(library), OPTIONS, activation_fn=activation, **operands)
 
 
 def _route(
@@ -137,7 +137,7 @@ def _route(
     """Return the time of the router's launches, in the faster layout of hidden states."""
     rows = min(num_tokens, most)
     try:
-        ways = [_route_once(library, model, rows, layout, corners) for layout in HBM_LAYOUTS]
+        ways = [_route_once(library, model, rows, layout, corners) for layout in _ROUTER_LAYOUTS]
     except ChainError:  # wide tokens leave room for fewer
         if rows <= PARTITIONS:
             raise
@@ -165,7 +165,7 @@ def _route_once(
         expert_index=np.zeros((rows, K), np.uint32),
         act_fn=library.enum("RouterActFnType", router["act_fn"].upper()),
         k=K,
-        x_hbm_layout=HBM_LAYOUTS[layout],
+        x_hbm_layout=_ROUTER_LAYOUTS[layout],
         x_sb_layout=0,
         router_pre_norm=not router.get("act_over_topk", False),
         norm_topk_prob=bool(router.get("renormalize")),
@@ -187,3 +187,45 @@ def _time(
     except UNFIT as error:
         raise ChainError(f"{name}: {type(error).__name__}: {first_line(error)}") from error
     return {corner: line.total_us for corner, line in corner_timelines(run, corners)}
+
+
+def _mlp_kernel(library: VendorLibrary) -> Any:
+    """Return the library's entry point or, where that file does not compile, what it would do.
+
+    The release of April 2026 has an indentation error in core/mlp/mlp.py; the two kernels behind it
+    are intact.
+    """
+    try:
+        return library.get("core.mlp.mlp", "mlp")
+    except SyntaxError:
+        pass
+    nl = library.nl
+    parameters = "core.mlp.mlp_parameters"
+    make = library.get(parameters, "MLPParameters")
+    validate = library.get(parameters, "validate_mlp_arguments")
+    is_decode = library.get(parameters, "is_mlp_tkg")
+    decode = library.get("core.mlp.mlp_tkg.mlp_tkg", "mlp_tkg")
+    prefill = library.get("core.mlp.mlp_cte.mlp_cte", "mlp_cte")
+    manager = library.get("core.utils.allocator", "SbufManager")
+    logger = library.get("core.utils.logging", "Logger")
+
+    def mlp(hidden_tensor: Any, store_fused_add_result: bool = False, **rest: Any) -> Any:
+        tiling = dict.fromkeys(_TILINGS, True)
+        params = make(
+            hidden_tensor=hidden_tensor,
+            store_fused_add_result=store_fused_add_result,
+            **(tiling | rest),
+        )
+        validate(params)
+        sbm = manager(0, 200 * 1024, logger("mlp"))
+        sbm.set_name_prefix("mlp_")
+        names = ["output_tensor_hbm", "output_stored_add_tensor_hbm"][: 1 + store_fused_add_result]
+        shape, dtype = hidden_tensor.shape, hidden_tensor.dtype
+        outs = [nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm, name=name) for name in names]
+        added = outs[1] if store_fused_add_result else None
+        if is_decode(params):
+            return decode(params, outs[0], added, sbm=sbm)
+        prefill(params, outs[0], added)
+        return outs
+
+    return mlp

@@ -23,11 +23,11 @@ from lab.bench.layer.vendor import (
     whole_layer,
 )
 from lab.bench.prefill.vendor import Known, VendorSide, only_slowest_fits
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices, shared_run
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Plan
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.timelines import corner_timelines

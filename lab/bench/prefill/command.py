@@ -32,7 +32,7 @@ from lab.bench.prefill.cases import ROUTINGS, TOKENS
 from lab.bench.prefill.results import Key, Row, read, summarise, without_ours
 from lab.bench.prefill.vendor import KERNEL_NAMES
 from lab.bench.prefill.work import Case
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import PRINTED, Parser

@@ -22,10 +22,10 @@ from lab.bench.prefill.vendor_index import (
     index_times,
     lists_us,
 )
+from lab.check.vendor_cases.block_mapping import num_blocks
+from lab.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.moe_prefill import CORES, KERNELS
 from neuron_moe.backends.nki.times import TIMES_ONLY
-from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES, KERNELS
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import BF16_BYTES, Model
 from neuron_moe.tools.timing.pool import Task

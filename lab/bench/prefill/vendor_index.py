@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nki_sim
+from lab.check.vendor_cases.block_mapping import num_blocks
+from lab.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.moe_prefill import CORES
 from neuron_moe.backends.nki.times import TIMES_ONLY
-from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import Model
 from neuron_moe.tools.timing.timelines import corner_timelines

@@ -33,7 +33,7 @@ from lab.bench.prefill.vendor import (
     launch_vendor,
     seconds_of,
 )
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.layers import BF16_BYTES, Model, choose_experts
 from neuron_moe.tools.timing.plans import launches_of
 from neuron_moe.tools.timing.pool import Task

@@ -15,6 +15,7 @@ from torch import Tensor
 from neuron_moe.paths import decide
 from neuron_moe.plan import LayerParts, Plan, Step, kept_note
 from neuron_moe.router import Routing
+from neuron_moe.spec import ExpertSpec, RouterSpec
 from neuron_moe.weights.expert_weights import LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import MXFP4, NarrowMatrices
@@ -50,6 +51,9 @@ class CudaBackend:
                 "backend='cuda': torch sees no GPU. Use backend='torch', or set TRITON_INTERPRET=1"
                 " to run the kernels slowly on the CPU, in float32 or float16."
             )
+
+    def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
+        """Refuse nothing: every formula is computed."""
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Decide how a step is computed.

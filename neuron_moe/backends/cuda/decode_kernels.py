@@ -132,6 +132,8 @@ def _activated(
     UP_LOW: tl.constexpr,
     UP_HIGH: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
 ):
     """Return the activation of some columns of a pair's first product, the sum of its PARTS."""
     WIDTH: tl.constexpr = 2 * I if HAS_GATE else I
@@ -160,6 +162,8 @@ def _activated(
         UP_LOW,
         UP_HIGH,
         UP_OFFSET,
+        GATE_CAP,
+        UP_CAP,
     )
     return value
 
@@ -183,6 +187,8 @@ def activate_pairs(
     UP_LOW: tl.constexpr,
     UP_HIGH: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the PARTS of a pair's first product, and store its activation: out [P, I]."""
@@ -207,6 +213,8 @@ def activate_pairs(
         UP_LOW,
         UP_HIGH,
         UP_OFFSET,
+        GATE_CAP,
+        UP_CAP,
     )
     value = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * I + column, value, mask=column < I)
@@ -310,6 +318,8 @@ def finish_token(
     UP_LOW: tl.constexpr,
     UP_HIGH: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
     TOP_K: tl.constexpr,
     DEPTH_PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -373,6 +383,8 @@ def finish_token(
                     UP_LOW,
                     UP_HIGH,
                     UP_OFFSET,
+                    GATE_CAP,
+                    UP_CAP,
                 )
                 middle = tl.where(is_row & (line < LINES)[None, :], middle[None, :], 0.0)
                 middle = middle.to(out_ptr.dtype.element_ty)

@@ -162,6 +162,9 @@ def _act(z, ACT: tl.constexpr):
     elif ACT == "relu":
         slope = tl.where(z > 0, 1.0, 0.0)
         value = tl.where(z > 0, z, 0.0)
+    elif ACT == "relu2":
+        slope = tl.where(z > 0, 2.0 * z, 0.0)
+        value = 0.5 * z * slope
     elif ACT == "leaky_relu":
         slope = tl.where(z > 0, 1.0, 0.01)
         value = z * slope
@@ -190,6 +193,18 @@ def _clamp(value, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @jit
+def _cap(value, CAP: tl.constexpr):
+    """Return a softly capped value and its derivative; CAP 0 for no cap."""
+    if CAP == 0.0:
+        slope = 1.0
+    else:
+        bend = 2.0 * _sigmoid(2.0 / CAP * value) - 1.0
+        slope = 1.0 - bend * bend
+        value = CAP * bend
+    return value, slope
+
+
+@jit
 def _expert_act(
     gate,
     up,
@@ -202,6 +217,8 @@ def _expert_act(
     UP_LOW: tl.constexpr,
     UP_HIGH: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
 ):
     """Return what the down projection takes, and its derivatives by gate and up."""
     up, up_inside = _clamp(up, UP_LOW, UP_HIGH)
@@ -212,10 +229,12 @@ def _expert_act(
     value, slope = _act(gate * SCALE, ACT)
     slope = slope * SCALE
     if GATES_ITSELF:
-        slope = value + gate * slope
+        gate, gate_slope = _cap(gate, GATE_CAP)
+        slope = value * gate_slope + gate * slope
         value = gate * value
+    up, up_slope = _cap(up, UP_CAP)
     up = up + UP_OFFSET
-    return value * up, slope * up * gate_inside, value * up_inside
+    return value * up, slope * up * gate_inside, value * up_inside * up_slope
 
 
 @jit
@@ -304,6 +323,8 @@ def project(
     UP_LOW: tl.constexpr,
     UP_HIGH: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -400,6 +421,8 @@ def project(
                 UP_LOW,
                 UP_HIGH,
                 UP_OFFSET,
+                GATE_CAP,
+                UP_CAP,
             )
             out = column * SPAN + tl.arange(0, SPAN)
             tl.store(
@@ -499,6 +522,8 @@ def differentiate(
     UP_LOW: tl.constexpr,
     UP_HIGH: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -540,6 +565,8 @@ def differentiate(
                 UP_LOW,
                 UP_HIGH,
                 UP_OFFSET,
+                GATE_CAP,
+                UP_CAP,
             )
             slope_of_weight += tl.sum(tl.where(inside, back * value, 0.0), axis=1)
             back = back * weight[:, None]
@@ -567,7 +594,7 @@ def differentiate(
 
 
 @jit
-def multiply_turned(
+def multiply_transposed(
     left_ptr,
     right_ptr,
     pair_ptr,
@@ -588,7 +615,7 @@ def multiply_turned(
     PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply, for each expert, its rows of `left`, turned, with its rows of `right`.
+    """Multiply, for each expert, its rows of `left`, transposed, with its rows of `right`.
 
     out [E, LEFT, RIGHT]; a side that gathers is read by token. An expert without rows gets zeros.
     """

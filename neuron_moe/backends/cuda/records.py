@@ -100,6 +100,8 @@ def constants_of(formula: ExpertFormula) -> dict[str, Any]:
         "UP_LOW": up_low,
         "UP_HIGH": up_high,
         "UP_OFFSET": formula.up_offset,
+        "GATE_CAP": formula.gate_softcap,
+        "UP_CAP": formula.up_softcap,
     }
 
 

@@ -144,7 +144,7 @@ def _constants(formula: RouterFormula) -> dict[str, Any]:
         "TOP_K": formula.top_k,
         "CHOICES": triton.next_power_of_2(formula.top_k),
         "HAS_SELECTION": formula.has_selection_bias,
-        "IS_SOFTMAX": formula.act_fn == "softmax",
+        "ACT": formula.act_fn,
         "IS_OVER_CHOSEN": formula.act_over_topk,
         "RENORMALIZES": formula.renormalize,
         "EPS": formula.renormalize_eps,

@@ -65,7 +65,7 @@ def choose_experts(
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr,
+    ACT: tl.constexpr,
     IS_OVER_CHOSEN: tl.constexpr,
     RENORMALIZES: tl.constexpr,
     EPS: tl.constexpr,
@@ -90,7 +90,7 @@ def choose_experts(
     scores = tl.where(is_expert, logits, float("-inf"))
     ranked = scores
     if not IS_OVER_CHOSEN:
-        scores = _activate(scores, IS_SOFTMAX)
+        scores = _activate(scores, ACT)
     if HAS_SELECTION:
         ranked = scores + tl.load(selection_ptr + expert, mask=is_expert, other=0.0)
     ranked = tl.where(ranked == ranked, ranked, float("inf"))  # what is no number comes first
@@ -107,7 +107,7 @@ def choose_experts(
         chosen = tl.where(choice == number, value, chosen)
         is_free = is_free & (expert != found)
     if IS_OVER_CHOSEN:
-        chosen = _activate(chosen, IS_SOFTMAX)
+        chosen = _activate(chosen, ACT)
     if RENORMALIZES:
         total = tl.sum(tl.where(choice < TOP_K, chosen, 0.0), axis=1)[:, None]
         chosen = chosen / (total + EPS)
@@ -117,11 +117,16 @@ def choose_experts(
 
 
 @jit
-def _activate(scores, IS_SOFTMAX: tl.constexpr):
-    """Return softmax over the last axis, or sigmoids; 0 where scores are -inf."""
-    if IS_SOFTMAX:
+def _activate(scores, ACT: tl.constexpr):
+    """Return softmax over the last axis, or each score activated; 0 where scores are -inf."""
+    if ACT == "softmax":
         powers = tl.exp(scores - tl.max(scores, axis=1)[:, None])
         values = powers / tl.sum(powers, axis=1)[:, None]
+    elif ACT == "sqrtsoftplus":
+        # log(1 + p) = log1p of small p, which is p.
+        power = tl.exp(-tl.abs(scores))
+        rest = tl.where(power < 1e-4, power - 0.5 * power * power, tl.log(1.0 + power))
+        values = tl.sqrt(tl.maximum(scores, 0.0) + rest)
     else:
         values = 1.0 / (1.0 + tl.exp(-scores))
     return values

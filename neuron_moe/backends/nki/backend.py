@@ -6,7 +6,7 @@ from torch import Tensor
 
 from neuron_moe.backends.nki import decode, layer, prefill, prefill_layer
 from neuron_moe.backends.nki.launch import check_capture
-from neuron_moe.backends.nki.operands import narrow_weights
+from neuron_moe.backends.nki.operands import check_formula, narrow_weights
 from neuron_moe.paths import (
     DECODE_PHASES,
     DENSE_STREAM_TOKENS,
@@ -17,9 +17,11 @@ from neuron_moe.paths import (
     settle_mode,
 )
 from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.spec import ExpertSpec, RouterSpec
 from neuron_moe.weights.expert_weights import Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import ProductForms
+from nki_kernels.common.router_choice import check_router_formula
 
 _BLOCKS = "many tokens are computed in blocks"
 
@@ -30,6 +32,12 @@ class NkiBackend:
     name = "nki"
     has_gradient = False
     plans_ahead = True
+
+    def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
+        """Raise ValueError for formulas, and numbers of experts, that no kernel has."""
+        check_formula(experts.formula)
+        if not router.table_size:
+            check_router_formula(router.formula, router.num_classes)
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Decide how a step is computed; operands are prepared when it first runs.

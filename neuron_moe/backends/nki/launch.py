@@ -24,7 +24,8 @@ from nki_kernels import IS_SIMULATED
 from nki_kernels.outputs import Output, outputs_of
 
 if not IS_SIMULATED:
-    check_version("nki")
+    for _package in ("nki", "torch"):
+        check_version(_package)
 
 
 class Input(NamedTuple):

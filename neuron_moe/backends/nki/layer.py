@@ -42,8 +42,6 @@ from nki_kernels.decode import (
     weight_shapes,
 )
 
-SHARED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan(Plan):
@@ -144,7 +142,7 @@ def layer_config(parts: LayerParts, step: Step, path: str | None) -> Any:
         norm_eps=1e-6 if norm is None else norm[1],
         router_dtype=dtype_name(weight_NH),
         shared_width=0 if shared is None else shared.width,
-        shared_formula=ExpertFormula("silu" if shared is None else shared.spec.activation),
+        shared_formula=ExpertFormula() if shared is None else shared.spec.formula,
         shared_format="bfloat16" if shared is None else shared_format(shared, parts.forms),
         has_shared_gate=shared is not None and shared.spec.is_gated,
         # The kernel's residual is what it is given, which is the input where it has the norm.
@@ -170,11 +168,6 @@ def shared_format(shared: SharedExperts, forms: Forms) -> str:
     Raises:
         ValueError: it does not compute them.
     """
-    if shared.spec.activation not in SHARED_ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act={shared.spec.activation!r} of the shared experts: not in the kernel, which"
-            f" has {', '.join(SHARED_ACTIVATIONS)}."
-        )
     weights = (*shared.first_weights(), shared.down_proj.weight)
     wide = [each for each in weights if each.dtype != torch.bfloat16 and each.element_size() > 1]
     if wide:
@@ -195,14 +188,11 @@ def _narrowest(weights: Sequence[Tensor]) -> str:
     return KERNEL_FORMATS[dtype] if can_hold else "bfloat16"
 
 
-def shared_weights(shared: SharedExperts, weight_format: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gate and up [I, H] and down [H, I] in a format of `shared_format`."""
-    gate_IH, up_IH = shared.first_weights()
-    weights = (gate_IH.detach(), up_IH.detach(), shared.down_proj.weight.detach())
-    if weight_format != "bfloat16":
-        return weights
-    gate_IH, up_IH, down_HI = (each.to(torch.bfloat16) for each in weights)
-    return gate_IH, up_IH, down_HI
+def shared_weights(shared: SharedExperts, weight_format: str) -> tuple[Tensor, ...]:
+    """Return the first matrices [I, H], then down [H, I], in a format of `shared_format`."""
+    weights = (*shared.first_weights(), shared.down_proj.weight)
+    dtype = torch.bfloat16 if weight_format == "bfloat16" else None
+    return tuple(each.detach().to(dtype or each.dtype) for each in weights)
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.

@@ -163,7 +163,7 @@ def kernel_formula(weights: ExpertWeights) -> ExpertFormula:
     Raises:
         ValueError: an activation that the kernels do not have.
     """
-    _check_formula(weights.formula)
+    check_formula(weights.formula)
     terms: dict[str, Any] = {
         "has_gate_up_bias": weights.gate_up_bias_EI is not None,
         "has_down_bias": weights.down_bias_EH is not None,
@@ -173,7 +173,8 @@ def kernel_formula(weights: ExpertWeights) -> ExpertFormula:
     return replace(weights.formula, **terms)
 
 
-def _check_formula(formula: ExpertFormula) -> None:
+def check_formula(formula: ExpertFormula) -> None:
+    """Raise ValueError for an activation that the kernels do not have."""
     is_known = formula.activation != "leaky_relu"
     if formula.gates_itself:
         is_known = formula.activation == "sigmoid"

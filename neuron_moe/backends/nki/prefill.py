@@ -418,11 +418,11 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
                 " Call pack_weights(for_prefill=True), or tune with --weights plain."
             )
         weight_parts = copy.parts
-    return PlanRequest(
+    return replace(
+        features.prefill_request(parts.tuning),
         shard_plan=tuned.shard_plan,
         loop_plan=tuned.loop_plan,
         weight_parts=weight_parts,
-        missing=features.prefill_request(parts.tuning).missing,
         largest_visit=tuned.visit,
         fit=LoopFit(
             tuned.visit,

@@ -27,7 +27,6 @@ from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
 from nki_kernels.common.chip import cached_by_chip
-from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.layer import (
     PrefillLayerConfig,
     check_prefill_layer,
@@ -109,7 +108,7 @@ class PrefillLayerPlan(PrefillPlan):
             return None
         weight_format = shared_format(shared, self.parts.forms)
         sizes = ExpertSizes(made.config.H, shared.width, 1, weight_format)
-        formula = ExpertFormula(shared.spec.activation)
+        formula = shared.spec.formula
         request = features.shared_request(self.parts.tuning)
         return _shared_config(formula, sizes, made.config.num_tokens, made.config, request)
 
@@ -211,14 +210,14 @@ class PrefillLayerPlan(PrefillPlan):
 
 
 def _shared_matrices(shared: SharedExperts, config: PrefillConfig) -> tuple[Tensor, Tensor]:
-    """Return [1, H, 2I] and [1, I, H], shared experts as one expert; perhaps by parts."""
-    gate_IH, up_IH, down_HI = shared_weights(shared, config.weight_format)
-    matrices = (torch.cat([gate_IH, up_IH]).t().unsqueeze(0), down_HI.t().unsqueeze(0))
+    """Return [1, H, 2I] or [1, H, I] and [1, I, H], shared experts as one; perhaps by parts."""
+    *first, down_HI = shared_weights(shared, config.weight_format)
+    matrices = (torch.cat(first).t().unsqueeze(0), down_HI.t().unsqueeze(0))
     if not config.loop.by_parts:
         gate_up, down = (matrix.contiguous() for matrix in matrices)
         return gate_up, down
     in_parts, out_parts = stored_parts(config)
-    return by_parts(matrices[0], in_parts, 2), by_parts(matrices[1], out_parts, 1)
+    return by_parts(matrices[0], in_parts, len(first)), by_parts(matrices[1], out_parts, 1)
 
 
 def _gate_matrix(gate: nn.Linear, dtype: torch.dtype) -> Tensor:

@@ -117,7 +117,7 @@ def router_config(
     spec = router.spec
     config = RouterConfig(
         spec.formula,
-        spec.num_experts,
+        spec.num_classes,
         spec.hidden_size,
         has_norm=norm is not None,
         norm_eps=1e-6 if norm is None else norm[1],

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lab.bench import everything
-from neuron_moe.tools.commands import bench
+from lab.bench import menu as bench
+from lab.bench.printed import blocks_of, page_of_text
 from neuron_moe.tools.pages import Listing, Table
-from neuron_moe.tools.pages.printed import blocks_of, page_of_text
 from tests.repo.published.results import result
 from tests.tools.pages.asks import check_page
 

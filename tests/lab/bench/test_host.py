@@ -14,6 +14,8 @@ import nki_sim
 from lab.bench.host import command as host
 from lab.bench.host import probe as host_probe
 from lab.bench.host.worker import ROOT
+from neuron_moe.models.layers import build_router, gated_moe
+from neuron_moe.spec import RouterFormula
 
 
 @pytest.fixture
@@ -63,6 +65,19 @@ def test_switches_are_calls_into_another_file_of_the_package(stub: host_probe.St
         assert (host_probe.PACKAGE / file).is_file()
         assert function
     assert not any(file.startswith("tools/") for _, file, _ in walk)
+
+
+@pytest.mark.parametrize(("case", "most"), [("prefill", 10), ("decode", 10), ("fused decode", 8)])
+def test_a_call_on_one_rank_enters_few_files(case: str, most: int, stub: host_probe.Stub) -> None:
+    probe = host_probe.Probe(case, stub)
+    formula = RouterFormula(top_k=host_probe.TOP_K, act_over_topk=True, has_bias=True)
+    router = build_router(host_probe.EXPERTS, host_probe.HIDDEN, formula)
+    layer = gated_moe(router, host_probe.INTERMEDIATE, torch.bfloat16, "nki").eval()
+    layer.return_router_logits = not case.startswith("fused")
+    probe.layer = layer
+    probe.call()
+    files = {file for _, file, _ in probe.walk()} | {"moe.py"}
+    assert len(files) <= most, sorted(files)
 
 
 @pytest.mark.long

@@ -17,8 +17,8 @@ from lab.bench.layer.command import _earlier, summarise
 from lab.bench.layer.vendor import ChainError, chain_parts
 from lab.bench.layer.work import Case, Row, VendorAround, has_vendor
 from lab.bench.prefill import vendor
+from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.configs import load_config
-from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.layers import choose_experts
 from neuron_moe.tools.timing.sources import Sources
 

@@ -9,10 +9,10 @@ import pytest
 from lab.bench.comparison import mx
 from lab.bench.decode import command as decode
 from lab.bench.prefill import command as prefill
-from neuron_moe.tools.check.outcomes import Outcome
-from neuron_moe.tools.check.vendor_cases.case import Case
+from lab.check.outcomes import Outcome
+from lab.check.vendor_cases.case import Case
 from nki_sim.time.schedule_model import CORNERS
-from tests.tools.check.test_mx_cases import CASES, case
+from tests.lab.check.test_mx_cases import CASES, case
 
 
 def file_of(folder: Path, *names: str) -> Path:

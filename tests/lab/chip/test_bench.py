@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE
 from lab.chip.bench import BENCHES, filled, main
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
 from nki_sim import TensorSpec
 
 needs_library = pytest.mark.skipif(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lab.chip.fallbacks import answer, cost
-from neuron_moe.tools.chip.open_features.listing import OPEN_FEATURES, Fallback
-from neuron_moe.tools.chip.planted import Planted
-from neuron_moe.tools.chip.stand_in import StandIn
+from lab.chip.open_features.listing import OPEN_FEATURES, Fallback
+from lab.chip.planted import Planted
+from lab.chip.stand_in import StandIn
 
 FALLBACKS = {fallback.switch: fallback for one in OPEN_FEATURES for fallback in one.fallbacks}
 SWITCHES = ['DecodeRequest(sums="sbuf")', 'PlanRequest(trips="alone")']

@@ -19,6 +19,7 @@ from neuron_moe.moe import MoE
 from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import ExpertSpec, RouterSpec
 from neuron_moe.weights.expert_weights import LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import ProductForms
@@ -68,6 +69,9 @@ class _CountingBackend:
 
     def __init__(self, real: Backend) -> None:
         self.real = real
+
+    def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
+        self.real.check(experts, router)
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
         """Plan a step as the real backend does, several launches in any case."""
@@ -140,8 +144,7 @@ def check_one_copy(
     wanted = counts.new_zeros((counts.shape[0], 3))
     wanted[:, :2] = float(layer.expert_mlps.spec.top_k)
     if padding_mask is not None:
-        options = layer.options
-        if options.is_sequence_parallel and options.sequence_dimension == 0 and phase is None:
+        if layer.sequence_parallel_enabled and layer.sequence_axis == 0 and phase is None:
             padding_mask = padding_mask.t()  # into the order of the tokens, [S, B]
         wanted[:, :2] *= (padding_mask.reshape(-1, 1) != 0).float()
     wanted[:, SHARED] = 0.0 if layer.shared_experts is None else 1.0

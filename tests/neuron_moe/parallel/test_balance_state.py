@@ -41,6 +41,11 @@ def load_of(layer: MoE) -> Tensor:
     return layer.expert_load
 
 
+def test_a_model_without_selection_biases_is_refused() -> None:
+    with pytest.raises(ValueError, match="of its 0 MoE layers has a selection bias"):
+        step_selection_biases(nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize(
     "cast",
     [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)],

@@ -264,25 +264,6 @@ def test_ranks_that_divide_neither_experts_nor_columns_equal_one_process(run_ran
     assert [problem for problems in results for problem in problems] == []
 
 
-def test_the_default_grid_covers_what_it_claims() -> None:
-    cases = [case for size in (2, 4, 8) for case in core_cases(size)]
-    assert {(c.tp, c.ep) for c in cases} == {
-        (tp, size // tp) for size in (2, 4, 8) for tp in (1, 2, 4, 8) if size % tp == 0
-    }
-    for strategy in ("replicate", "all_to_all"):
-        chosen = [c for c in cases if c.strategy == strategy]
-        assert {c.router for c in chosen} == set(ROUTERS)
-        assert {c.shared for c in chosen} == {"none", "tp", "sp", "world", "fused", "gated"}
-        assert {(c.sp, c.seq == 1) for c in chosen} == {
-            (False, False),
-            (True, False),
-            (False, True),
-        }
-        assert {c.masked for c in chosen} == {False, True}
-        assert any(c.sp and c.seq % (c.tp * c.ep) for c in chosen)
-        assert any(c.batch * c.seq < E // 4 for c in chosen)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_whole_grid_equals_one_process(run_ranks: Any, size: int) -> None:

@@ -78,7 +78,8 @@ def test_the_trainer_has_the_losses_of_its_own_experts(
     assert found == pytest.approx(wanted, rel=0.02 if way == "bf16" else 2e-5)
 
 
-@pytest.mark.slow  # alone: forked after tests that started threads, its ranks may wait for ever
+@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_alike_by_its_ddp_and_by_fsdp2(
     run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,7 +117,7 @@ def test_gradients_of_unequal_columns_are_those_of_one_process(run_ranks: Any) -
 
 
 def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
-    layer.options = replace(layer.options, returns_logits=True)
+    layer.return_router_logits = True
     logits = layer(hidden).router_logits
     assert logits is not None
     return logits.square().sum() + auxiliary_loss(layer)

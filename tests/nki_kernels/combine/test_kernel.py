@@ -113,7 +113,7 @@ def test_the_largest_rows_fit_in_memory(H: int, K: int) -> None:
 
 REFUSED = {
     "no-token": ((0, 2, 64, 8), "num_tokens=0"),
-    "choices": ((4, 17, 64, 8), "top_k=17: must be 1 to 16"),
+    "choices": ((4, 33, 64, 8), "top_k=33: must be 1 to 32"),
     "hidden-size": ((4, 2, 100, 8), "hidden_size=100: must be a multiple of 64"),
     "parts": ((4, 2, 64, 8, 9), "num_parts=9: must be 1 to 8"),
     "slots": ((4, 2, 64, 1 << 23, 2), "num_slots=8388608"),
@@ -140,7 +140,7 @@ REACHED = [
 PAST = [
     (0, 1, 64, 1, 1),
     (1, 0, 64, 1, 1),
-    (1, 17, 64, 1, 1),
+    (1, 33, 64, 1, 1),
     (1, 1, 0, 1, 1),
     (1, 1, 63, 1, 1),
     (1, 1, 65, 1, 1),

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
-from nki_kernels.common.formula import RouterFormula
+from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.decode.config import DecodeSizes, loads_bias
 from nki_kernels.decode.layer_config import (
     LayerConfig,
@@ -23,7 +23,7 @@ from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.router import pack_router_weight
 from nki_kernels.decode.shared import pack_shared_experts
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.cases import GPT_OSS, Records, records
+from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Records, records
 
 BF16 = ml_dtypes.bfloat16
 Array = np.ndarray[Any, Any]
@@ -48,6 +48,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama4": ({"top_k": 1, "act_fn": "sigmoid"}, {"scaling": "pre", "shared_width": 96}),
     "qwen2-moe": ({"top_k": 4}, {"shared_width": 80, "has_shared_gate": True}),
     "mixtral": ({"top_k": 2, "renormalize": True}, {}),
+    "kimi-k3": (
+        {"top_k": 16, "act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True},
+        {**SITU, "shared_width": 48, "shared_formula": ExpertFormula(**SITU)},
+    ),
 }
 
 

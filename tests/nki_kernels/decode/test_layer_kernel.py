@@ -59,6 +59,7 @@ CASES = {
     "qwen3-T64": Case("qwen3", 64, N=24, E=6, first=12),
     "deepseek-T128": Case("deepseek", 128, N=32, E=8, first=8),
     "gpt-oss-T256": Case("gpt-oss", 256, N=8, E=8, H=128),
+    "kimi-k3-16-of-896": Case("kimi-k3", 2, N=896, E=896, H=64, I=16),
     "prime-experts": Case("mixtral", 9, N=37, E=37, I=40),
     "rank-with-few-experts": Case("gpt-oss", 5, N=40, E=7, first=21),
     "rank-with-one-token": Case("qwen3", 1, N=40, E=5, first=10),

@@ -11,7 +11,7 @@ import pytest
 from nki_kernels.common.formula import limits
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
-from tests.nki_kernels.decode.cases import GPT_OSS, Decode
+from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode
 from tests.nki_kernels.decode.layer_cases import (
     BF16,
     FAMILIES,
@@ -32,7 +32,8 @@ FORMULAS: tuple[dict[str, Any], ...] = (
     {},
     GPT_OSS,
     {"activation": "gelu"},
-    {"activation": "relu", "has_gate": False},
+    {"activation": "relu2"},
+    {**SITU, "up_offset": 0.5},
     {"gate_limits": limits(0.25, None), "up_offset": 1.0},
     {"activation": "silu", "scale": 1.5},
 )

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[int, int, int, int, float]] = {
     "odd-everything": (301, 3, 7, 48, 0.1),
     "K9": (131, 9, 12, 33, 0.1),
     "K16-of-512": (130, 16, 512, 32, 0.0),
+    "K32-of-1024": (140, 32, 1024, 32, 0.0),
     "four-banks-of-slots": (300, 2, 500, 480, 0.0),
     "nobody": (40, 2, 8, 32, 1.0),
     "two-pieces": (300, 8, 64, 64, 0.0),
@@ -224,8 +225,8 @@ def test_the_values_of_a_lane_are_stored_once(visits: int, size: int) -> None:
 
 
 REFUSED = {
-    "experts": ((4, 2, (513, 32, 8)), "num_experts=513: must be 1 to 512"),
-    "choices": ((4, 17, (32, 32, 8)), "top_k=17: must be 1 to 16"),
+    "experts": ((4, 2, (1025, 32, 8)), "num_experts=1025: must be 1 to 1024"),
+    "choices": ((4, 33, (64, 32, 8)), "top_k=33: must be 1 to 32"),
     "no-token": ((0, 2, (8, 32, 8)), "num_tokens=0"),
     "pairs": ((1 << 19, 3, (8, 32, 8)), "T \\* K at most"),
     "block-size": ((4, 2, (8, 0, 8)), "block_size=0"),
@@ -259,16 +260,16 @@ def test_the_longest_inputs_are_accepted() -> None:
 REACHED = [
     (1, 1, 1, 1, 1),
     (1, 16, 1, 1, 1),
-    (1, 1, 512, 1, 1),
+    (1, 1, 1024, 1, 1),
     (1, 1, 1, 1 << 20, 1),
     (1, 1, 1, 1, 1 << 20),
 ]
 PAST = [
     (0, 1, 1, 1, 1),
     (1, 0, 1, 1, 1),
-    (1, 17, 1, 1, 1),
+    (1, 33, 1, 1, 1),
     (1, 1, 0, 1, 1),
-    (1, 1, 513, 1, 1),
+    (1, 1, 1025, 1, 1),
     (1, 1, 1, 0, 1),
     (1, 1, 1, 1, 0),
     (1, 1, 1, (1 << 20) + 1, 1),

@@ -51,6 +51,7 @@ TOP8 = RouterFormula(top_k=8, renormalize=True)
 GROUPED = RouterFormula(
     top_k=4, act_fn="sigmoid", has_selection_bias=True, n_group=4, topk_group=2, renormalize=True
 )
+GLM = RouterFormula(top_k=8, act_fn="sigmoid", has_selection_bias=True, renormalize=True)
 OPTIONS = {
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.3, seed=4),
@@ -159,6 +160,8 @@ CASES = {
     # A core has one token more than the lists have places for an expert, the other core none.
     "room-of-one-core": Case(router=TOP2, N=256, E=64, first=128, T=129),
     "more-experts-than-partitions": Case(N=130, E=130, B=64, T=2),
+    "16-of-896": Case(router=replace(GLM, top_k=16), N=896, E=896, H=64, I=16, T=9),
+    "22-of-512": Case(router=replace(GLM, top_k=22), N=512, E=512, H=64, I=16, T=9),
     "groups": Case(router=GROUPED, N=16, E=16, T=33),
     "one-choice": Case(router=RouterFormula(top_k=1, act_fn="sigmoid"), T=130),
     "scaled-inputs": Case(

@@ -29,7 +29,7 @@ from nki_kernels.prefill import (
     visits_of,
 )
 from nki_kernels.prefill.config import with_loop
-from tests.nki_kernels.routings import choose_experts
+from tests.nki_kernels.routings import choose_experts, sizes_in
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS: dict[str, Any] = {
@@ -39,6 +39,12 @@ GPT_OSS: dict[str, Any] = {
     "up_offset": 1.0,
     "gate_limits": limits(None, 7.0),
     "up_limits": limits(-7.0, 7.0),
+}
+SITU: dict[str, Any] = {
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "gate_softcap": 0.7,  # so low that they act
+    "up_softcap": 1.1,
 }
 Records = tuple[ExpertFormula, ExpertSizes, PrefillWork, PlanRequest]
 
@@ -244,3 +250,8 @@ class Prefill:
         full = np.zeros((len(self.slots), self.H))
         full[live] = result
         return full
+
+
+def sized(name: str, **more: Any) -> Prefill:
+    """Return the problem whose sizes a name tells, as T500-H192-I60-E3-K2-B64; B is 128 if not."""
+    return Prefill(**sizes_in(name), **more)

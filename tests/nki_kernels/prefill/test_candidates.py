@@ -42,6 +42,7 @@ SHAPES = {  # hidden, intermediate, experts, tokens, choices
     "short-rows": (512, 512, 8, 300, 2),
     "mixtral-32-ranks": (4096, 448, 4, 256, 2),
 }
+LONG = ("one-token", "two-experts", "mixtral-32-ranks")
 
 
 def typical_routing(T: int, E: int, K: int) -> Any:
@@ -76,7 +77,9 @@ def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
     return math.prod(times) ** (1 / len(times))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SHAPES]
+)
 def test_the_best_candidate_is_about_the_fastest(name: str) -> None:
     H, I, E, T, K = shape = SHAPES[name]  # noqa: E741  the axis letter
     ranked = rank_candidates(ExpertFormula(), ExpertSizes(H, I, E), Expected(num_tokens=T, top_k=K))
@@ -109,6 +112,7 @@ def test_visits_are_no_larger_than_asked() -> None:
     assert 2 < largest(5) <= 5
 
 
+@pytest.mark.long
 def test_a_tile_of_a_few_rows_is_computed_by_half_where_that_is_faster() -> None:
     shape = H, I, E, T, K = 1024, 1024, 8, 8 * 272, 1  # noqa: E741
     best = best_candidate(

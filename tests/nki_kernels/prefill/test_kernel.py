@@ -21,7 +21,7 @@ from nki_kernels.prefill import (
 )
 from nki_kernels.prefill.memory import sbuf_bytes
 from nki_sim import SimOptions
-from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill, config_of
+from tests.nki_kernels.prefill.cases import GPT_OSS, SITU, Prefill, config_of, sized
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
@@ -30,259 +30,153 @@ WORST_FACTOR = 1.15
 RMS_FACTOR = 1.02
 
 CASES = {
-    "T64-H192-I40-E4-K2-B32": Prefill(64, 192, 40, 4, 2, 32),
-    "T800-H192-I60-E4-K2-short-gpt-oss": Prefill(
-        800, 192, 60, 4, 2, routing="zipf", has_bias=True, options={**GPT_OSS, "tells_short": True}
-    ),
-    "T700-H128-I96-E3-K1-B256-short-pre": Prefill(
-        700,
-        128,
-        96,
-        3,
-        1,
-        256,
-        routing="zipf",
-        options={"scaling": "pre", "tells_short": True},
-    ),
-    "T500-H192-I60-E3-K2-short-tiles-e4m3-post": Prefill(
-        500,
-        192,
-        60,
-        3,
-        2,
-        routing="zipf",
-        options={
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
-            "scaling": "post",
-            "stores": "tiles",
-            "tells_short": True,
+    name: sized(name, **more)
+    for name, more in {
+        "T64-H192-I40-E4-K2-B32": {},
+        "T800-H192-I60-E4-K2-short-gpt-oss": {
+            "routing": "zipf",
+            "has_bias": True,
+            "options": {**GPT_OSS, "tells_short": True},
         },
-    ),
-    "T500-H256-I192-E3-K2-short-by-parts-of-both-axes": Prefill(
-        500,
-        256,
-        192,
-        3,
-        2,
-        routing="zipf",
-        options={"tells_short": True, "scaling": "pre"},
-        loop={"in_parts": 2, "out_parts": 2, "h_parts": 2, "weight_buffers": 2},
-    ),
-    "T700-H128-I96-E3-K2-short-intermediate-skip": Prefill(
-        700,
-        128,
-        96,
-        3,
-        2,
-        routing="zipf",
-        options={"shard_plan": "intermediate", "tells_short": True, "skip_weights": True},
-    ),
-    "T200-H256-I96-E8-K2-B128": Prefill(200, 256, 96, 8, 2),
-    "T130-H320-I180-E4-K4-B128-gpt-oss": Prefill(
-        130, 320, 180, 4, 4, has_bias=True, options=GPT_OSS
-    ),
-    "T70-H2880-I360-E4-K2-B64-gpt-oss": Prefill(
-        70, 2880, 360, 4, 2, 64, has_bias=True, options=GPT_OSS
-    ),
-    "T80-H192-I45-E4-K4-gpt-oss": Prefill(80, 192, 45, 4, 4, 32, has_bias=True, options=GPT_OSS),
-    "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
-    "T300-H128-I128-E3-K1-B256-pre": Prefill(300, 128, 128, 3, 1, 256, options={"scaling": "pre"}),
-    "T150-H128-I256-E4-K2-post-tiles": Prefill(
-        150, 128, 256, 4, 2, options={"scaling": "post", "stores": "tiles"}
-    ),
-    "T90-H704-I524-E3-K2-uneven-axes": Prefill(90, 704, 524, 3, 2, 64, has_bias=True),
-    "T1-H128-I64-E8-K4-one-token": Prefill(1, 128, 64, 8, 4),
-    "T257-H192-I60-E5-K1-B512-gelu": Prefill(
-        257, 192, 60, 5, 1, 512, options={"activation": "gelu"}
-    ),
-    "T150-H192-I60-E4-K2-swish": Prefill(
-        150,
-        192,
-        60,
-        4,
-        2,
-        64,
-        options={"activation": "sigmoid", "gates_itself": True, "scale": 1.3},
-    ),
-    "T150-H192-I60-E4-K2-swish-clamped-bias": Prefill(
-        150,
-        192,
-        60,
-        4,
-        2,
-        64,
-        has_bias=True,
-        options={**GPT_OSS, "scale": 0.5},
-    ),
-    "T150-H128-I96-E4-K2-scaled-sigmoid-bias": Prefill(
-        150,
-        128,
-        96,
-        4,
-        2,
-        64,
-        has_bias=True,
-        options={"activation": "sigmoid", "scale": 2.0},
-    ),
-    "T90-H128-I64-E4-K2-gelu-tanh": Prefill(
-        90, 128, 64, 4, 2, 64, options={"activation": "gelu_tanh", "scale": 0.7}
-    ),
-    "T150-H128-I260-E4-K2-relu-no-gate": Prefill(
-        150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
-    ),
-    "T150-H192-I60-E4-K1-silu-no-gate-bias-pre": Prefill(
-        150,
-        192,
-        60,
-        4,
-        1,
-        64,
-        has_bias=True,
-        options={
-            "has_gate": False,
-            "scaling": "pre",
-            "up_limits": limits(-1.0, 1.0),
-            "scale": 1.5,
+        "T700-H128-I96-E3-K1-B256-short-pre": {
+            "routing": "zipf",
+            "options": {"scaling": "pre", "tells_short": True},
         },
-    ),
-    "T150-H192-I60-E4-K2-tanh-no-gate-e4m3": Prefill(
-        150,
-        192,
-        60,
-        4,
-        2,
-        64,
-        options={
-            "activation": "tanh",
-            "has_gate": False,
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
+        "T500-H192-I60-E3-K2-short-tiles-e4m3-post": {
+            "routing": "zipf",
+            "options": {
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+                "scaling": "post",
+                "stores": "tiles",
+                "tells_short": True,
+            },
         },
-    ),
-    "T100-H128-I64-E4-K2-lnc1": Prefill(100, 128, 64, 4, 2, options={"num_cores": 1}),
-    "T100-H128-I64-E4-K2-dynamic": Prefill(100, 128, 64, 4, 2, options={"loop_plan": "dynamic"}),
-    "T100-H128-I64-E4-K2-static": Prefill(
-        100, 128, 64, 4, 2, 64, options={"loop_plan": "static", "shard_plan": "block"}
-    ),
-    "T400-H128-I64-E4-K2-dynamic-skip": Prefill(
-        400, 128, 64, 4, 2, 64, options={"loop_plan": "dynamic", "skip_weights": True}
-    ),
-    "T300-H192-I60-E4-K2-halves-skip-bias": Prefill(
-        300,
-        192,
-        60,
-        4,
-        2,
-        64,
-        has_bias=True,
-        options={
-            **GPT_OSS,
-            "loop_plan": "dynamic",
-            "shard_plan": "block",
-            "in_halves": True,
-            "skip_weights": True,
+        "T500-H256-I192-E3-K2-short-by-parts-of-both-axes": {
+            "routing": "zipf",
+            "options": {"tells_short": True, "scaling": "pre"},
+            "loop": {"in_parts": 2, "out_parts": 2, "h_parts": 2, "weight_buffers": 2},
         },
-    ),
-    "T300-H128-I64-E4-K2-static-skip-e4m3": Prefill(
-        300,
-        128,
-        64,
-        4,
-        2,
-        64,
-        options={
-            "loop_plan": "static",
-            "shard_plan": "block",
-            "skip_weights": True,
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
-            "scaling": "post",
+        "T700-H128-I96-E3-K2-short-intermediate-skip": {
+            "routing": "zipf",
+            "options": {"shard_plan": "intermediate", "tells_short": True, "skip_weights": True},
         },
-    ),
-    "T600-H128-I96-E2-K2-sorted-skip-pre": Prefill(
-        600, 128, 96, 2, 2, options={"skip_weights": True, "scaling": "pre", "largest_visit": 2}
-    ),
-    "T140-H128-I96-E4-K2-intermediate": Prefill(
-        140,
-        128,
-        96,
-        4,
-        2,
-        64,
-        has_bias=True,
-        options={"shard_plan": "intermediate", "scaling": "post"},
-    ),
-    "T140-H128-I262-E4-K2-intermediate-uneven": Prefill(
-        140, 128, 262, 4, 2, 64, options={"shard_plan": "intermediate"}
-    ),
-    "T140-H128-I96-E4-K2-intermediate-static": Prefill(
-        140, 128, 96, 4, 2, 64, options={"shard_plan": "intermediate", "loop_plan": "static"}
-    ),
-    "T140-H192-I60-E4-K2-hidden": Prefill(140, 192, 60, 4, 2, 64, options={"shard_plan": "hidden"}),
-    "T300-H320-I36-E3-K2-hidden-gpt-oss": Prefill(
-        300, 320, 36, 3, 2, 32, has_bias=True, options={**GPT_OSS, "shard_plan": "hidden"}
-    ),
-    "T140-H256-I131-E3-K2-hidden-uneven": Prefill(
-        140, 256, 131, 3, 2, 64, options={"shard_plan": "hidden"}
-    ),
-    "T400-H256-I130-E3-K1-hidden-pre": Prefill(
-        400,
-        256,
-        130,
-        3,
-        1,
-        64,
-        has_bias=True,
-        options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre"},
-    ),
-    "T140-H128-I40-E4-K2-hidden-pre-no-gate": Prefill(
-        140,
-        128,
-        40,
-        4,
-        2,
-        64,
-        options={"shard_plan": "hidden", "scaling": "pre", "has_gate": False},
-    ),
-    "T200-H256-I96-E4-K2-hidden-static-e4m3-post": Prefill(
-        200,
-        256,
-        96,
-        4,
-        2,
-        64,
-        options={
-            "shard_plan": "hidden",
-            "loop_plan": "static",
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
-            "scaling": "post",
-            "stores": "tiles",
+        "T200-H256-I96-E8-K2": {},
+        "T130-H320-I180-E4-K4-gpt-oss": {"has_bias": True, "options": GPT_OSS},
+        "T70-H2880-I360-E4-K2-B64-gpt-oss": {"has_bias": True, "options": GPT_OSS},
+        "T80-H192-I45-E4-K4-B32-gpt-oss": {"has_bias": True, "options": GPT_OSS},
+        "T600-H64-I4-E2-K1-B1024": {},
+        "T300-H128-I128-E3-K1-B256-pre": {"options": {"scaling": "pre"}},
+        "T150-H128-I256-E4-K2-post-tiles": {"options": {"scaling": "post", "stores": "tiles"}},
+        "T90-H704-I524-E3-K2-B64-uneven-axes": {"has_bias": True},
+        "T1-H128-I64-E8-K4-one-token": {},
+        "T257-H192-I60-E5-K1-B512-gelu": {"options": {"activation": "gelu"}},
+        "T150-H192-I60-E4-K2-B64-swish": {
+            "options": {"activation": "sigmoid", "gates_itself": True, "scale": 1.3}
         },
-    ),
-    "T120-H256-I128-E4-K2-e4m3-rows": Prefill(
-        120, 256, 128, 4, 2, 64, options={"weight_format": "float8_e4m3", "has_scales": True}
-    ),
-    "T120-H256-I128-E4-K2-e5m2-bias": Prefill(
-        120,
-        256,
-        120,
-        4,
-        2,
-        64,
-        has_bias=True,
-        options={**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True},
-    ),
-    "T90-H128-I64-E4-K2-e4m3-post": Prefill(
-        90,
-        128,
-        64,
-        4,
-        2,
-        64,
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
+        "T150-H192-I60-E4-K2-B64-swish-clamped-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "scale": 0.5},
+        },
+        "T150-H128-I96-E4-K2-B64-scaled-sigmoid-bias": {
+            "has_bias": True,
+            "options": {"activation": "sigmoid", "scale": 2.0},
+        },
+        "T90-H128-I64-E4-K2-B64-gelu-tanh": {"options": {"activation": "gelu_tanh", "scale": 0.7}},
+        "T150-H128-I260-E4-K2-B64-relu2-no-gate": {
+            "options": {"activation": "relu2", "has_gate": False}
+        },
+        "T60-H128-I60-E4-K2-B64-situ": {"has_bias": True, "options": SITU},
+        "T150-H192-I60-E4-K1-B64-silu-no-gate-bias-pre": {
+            "has_bias": True,
+            "options": {
+                "has_gate": False,
+                "scaling": "pre",
+                "up_limits": limits(-1.0, 1.0),
+                "scale": 1.5,
+            },
+        },
+        "T150-H192-I60-E4-K2-B64-tanh-no-gate-e4m3": {
+            "options": {
+                "activation": "tanh",
+                "has_gate": False,
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+            }
+        },
+        "T100-H128-I64-E4-K2-lnc1": {"options": {"num_cores": 1}},
+        "T100-H128-I64-E4-K2-dynamic": {"options": {"loop_plan": "dynamic"}},
+        "T100-H128-I64-E4-K2-B64-static": {
+            "options": {"loop_plan": "static", "shard_plan": "block"}
+        },
+        "T400-H128-I64-E4-K2-B64-dynamic-skip": {
+            "options": {"loop_plan": "dynamic", "skip_weights": True}
+        },
+        "T300-H192-I60-E4-K2-B64-halves-skip-bias": {
+            "has_bias": True,
+            "options": {
+                **GPT_OSS,
+                "loop_plan": "dynamic",
+                "shard_plan": "block",
+                "in_halves": True,
+                "skip_weights": True,
+            },
+        },
+        "T300-H128-I64-E4-K2-B64-static-skip-e4m3": {
+            "options": {
+                "loop_plan": "static",
+                "shard_plan": "block",
+                "skip_weights": True,
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+                "scaling": "post",
+            }
+        },
+        "T600-H128-I96-E2-K2-sorted-skip-pre": {
+            "options": {"skip_weights": True, "scaling": "pre", "largest_visit": 2}
+        },
+        "T140-H128-I96-E4-K2-B64-intermediate": {
+            "has_bias": True,
+            "options": {"shard_plan": "intermediate", "scaling": "post"},
+        },
+        "T140-H128-I262-E4-K2-B64-intermediate-uneven": {"options": {"shard_plan": "intermediate"}},
+        "T140-H128-I96-E4-K2-B64-intermediate-static": {
+            "options": {"shard_plan": "intermediate", "loop_plan": "static"}
+        },
+        "T140-H192-I60-E4-K2-B64-hidden": {"options": {"shard_plan": "hidden"}},
+        "T300-H320-I36-E3-K2-B32-hidden-gpt-oss": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "shard_plan": "hidden"},
+        },
+        "T140-H256-I131-E3-K2-B64-hidden-uneven": {"options": {"shard_plan": "hidden"}},
+        "T400-H256-I130-E3-K1-B64-hidden-pre": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "shard_plan": "hidden", "scaling": "pre"},
+        },
+        "T140-H128-I40-E4-K2-B64-hidden-pre-no-gate": {
+            "options": {"shard_plan": "hidden", "scaling": "pre", "has_gate": False}
+        },
+        "T200-H256-I96-E4-K2-B64-hidden-static-e4m3-post": {
+            "options": {
+                "shard_plan": "hidden",
+                "loop_plan": "static",
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+                "scaling": "post",
+                "stores": "tiles",
+            }
+        },
+        "T120-H256-I128-E4-K2-B64-e4m3-rows": {
+            "options": {"weight_format": "float8_e4m3", "has_scales": True}
+        },
+        "T120-H256-I120-E4-K2-B64-e5m2-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True},
+        },
+        "T90-H128-I64-E4-K2-B64-e4m3-post": {
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"}
+        },
+    }.items()
 }
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
 
@@ -338,21 +232,6 @@ def test_unwritten_memory_does_not_matter() -> None:
     assert np.array_equal(problem.slots_of(nan), problem.slots_of(zero))
 
 
-def test_skipped_weights_are_loaded_once_per_expert_and_core() -> None:
-    E, H, I = 4, 128, 64  # noqa: E741
-    options = {"loop_plan": "dynamic", "shard_plan": "block", "in_halves": True}
-    loads = []
-    for skips in (False, True):
-        problem = Prefill(600, H, I, E, 2, 64, options={**options, "skip_weights": skips})
-        config = problem.config()
-        visits = problem.visits(config)
-        loads.append(int((visits.visit_expert_CV < E).sum()))
-        cost = measured_cost(problem.launch().trace)
-        assert cost == cost_blockwise_moe(config, visits, problem.slots)
-    assert loads[0] == len(np.unique(np.flatnonzero(problem.slots >= 0) // 64))
-    assert loads[1] <= E + 1  # the halves may share one expert
-
-
 @pytest.mark.parametrize("scaling", ["none", "pre", "post"])
 def test_entries_of_later_visits_come_after_the_first(
     scaling: str, monkeypatch: pytest.MonkeyPatch
@@ -362,120 +241,83 @@ def test_entries_of_later_visits_come_after_the_first(
 
 
 PARTS = {
-    "one-buffer": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1}),
-    "one-buffer-bias": Prefill(
-        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"weight_buffers": 1}
-    ),
-    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1, "in_parts": 2}),
-    "4-parts-bias": Prefill(
-        150,
-        128,
-        256,
-        3,
-        2,
-        64,
-        has_bias=True,
-        options=GPT_OSS,
-        loop={"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
-    ),
-    "3-parts-e4m3-post": Prefill(
-        150,
-        128,
-        384,
-        3,
-        2,
-        64,
-        loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
-    "by-4-parts-bias": Prefill(
-        150, 128, 512, 3, 2, 64, has_bias=True, options={**GPT_OSS, "weight_parts": (4, 1)}
-    ),
-    "by-2-and-2-parts-of-halves": Prefill(
-        150, 512, 512, 3, 2, 64, options={"weight_parts": (4, 2), "shard_plan": "intermediate"}
-    ),
-    "by-4-parts-e4m3-no-gate": Prefill(
-        150,
-        512,
-        256,
-        3,
-        2,
-        64,
-        options={
-            "weight_parts": (4, 2),
-            "has_gate": False,
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
+    name: sized(name, **more)
+    for name, more in {
+        "T150-H128-I256-E3-K2-B64-one-buffer": {"loop": {"weight_buffers": 1}},
+        "T150-H192-I60-E3-K2-B64-one-buffer-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"weight_buffers": 1},
         },
-    ),
-    "2-parts-few-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}),
-    "2-parts-of-a-half": Prefill(
-        150,
-        128,
-        512,
-        3,
-        2,
-        64,
-        loop={"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
-        options={"shard_plan": "intermediate"},
-    ),
-    "2-parts-of-h": Prefill(300, 512, 256, 3, 2, 64, loop={"h_parts": 2}),
-    "4-parts-of-h-no-gate-bias": Prefill(
-        300, 512, 192, 3, 2, 64, has_bias=True, options={"has_gate": False}, loop={"h_parts": 4}
-    ),
-    "2-parts-of-h-in-3-e4m3": Prefill(
-        150,
-        512,
-        384,
-        3,
-        2,
-        64,
-        loop={"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
-    "2-parts-of-h-in-2-bias": Prefill(
-        300,
-        256,
-        256,
-        3,
-        2,
-        64,
-        has_bias=True,
-        options=GPT_OSS,
-        loop={"in_parts": 2, "h_parts": 2},
-    ),
-    "4-parts-of-h-of-a-half-by-parts": Prefill(
-        150,
-        512,
-        512,
-        3,
-        2,
-        64,
-        loop={"h_parts": 4},
-        options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
-    ),
-    "rows-by-themselves": Prefill(600, 128, 256, 3, 2, 64, loop={"piece_rows": 1}),
-    "rows-by-themselves-of-a-half": Prefill(
-        150, 128, 512, 3, 2, 64, loop={"piece_rows": 1}, options={"shard_plan": "intermediate"}
-    ),
-    "rows-by-themselves-of-half-the-columns": Prefill(
-        300, 512, 256, 3, 2, 128, loop={"piece_rows": 1}, options={"shard_plan": "hidden"}
-    ),
-    "pieces-of-64": Prefill(300, 128, 256, 5, 2, 128, loop={"piece_rows": 64}),
-    "2-parts-of-h-e5m2": Prefill(
-        300,
-        512,
-        256,
-        3,
-        2,
-        64,
-        loop={"h_parts": 2, "out_parts": 2},
-        options={"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
-    ),
-    "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
-    "one-buffer-of-first-rows-in-halves": Prefill(
-        300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
-    ),
+        "T150-H128-I256-E3-K2-B64-2-parts": {"loop": {"weight_buffers": 1, "in_parts": 2}},
+        "T150-H128-I256-E3-K2-B64-4-parts-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
+        },
+        "T150-H128-I384-E3-K2-B64-3-parts-e4m3-post": {
+            "loop": {"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+        },
+        "T150-H128-I512-E3-K2-B64-by-4-parts-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "weight_parts": (4, 1)},
+        },
+        "T150-H512-I512-E3-K2-B64-by-2-and-2-parts-of-halves": {
+            "options": {"weight_parts": (4, 2), "shard_plan": "intermediate"}
+        },
+        "T150-H512-I256-E3-K2-B64-by-4-parts-e4m3-no-gate": {
+            "options": {
+                "weight_parts": (4, 2),
+                "has_gate": False,
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+            }
+        },
+        "T600-H128-I256-E3-K2-B64-2-parts-few-rows": {"loop": {"in_parts": 2, "row_buffers": 2}},
+        "T150-H128-I512-E3-K2-B64-2-parts-of-a-half": {
+            "loop": {"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
+            "options": {"shard_plan": "intermediate"},
+        },
+        "T300-H512-I256-E3-K2-B64-2-parts-of-h": {"loop": {"h_parts": 2}},
+        "T300-H512-I192-E3-K2-B64-4-parts-of-h-no-gate-bias": {
+            "has_bias": True,
+            "options": {"has_gate": False},
+            "loop": {"h_parts": 4},
+        },
+        "T150-H512-I384-E3-K2-B64-2-parts-of-h-in-3-e4m3": {
+            "loop": {"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+        },
+        "T300-H256-I256-E3-K2-B64-2-parts-of-h-in-2-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"in_parts": 2, "h_parts": 2},
+        },
+        "T150-H512-I512-E3-K2-B64-4-parts-of-h-of-a-half-by-parts": {
+            "loop": {"h_parts": 4},
+            "options": {"weight_parts": (4, 2), "shard_plan": "intermediate"},
+        },
+        "T600-H128-I256-E3-K2-B64-rows-by-themselves": {"loop": {"piece_rows": 1}},
+        "T150-H128-I512-E3-K2-B64-rows-by-themselves-of-a-half": {
+            "loop": {"piece_rows": 1},
+            "options": {"shard_plan": "intermediate"},
+        },
+        "T300-H512-I256-E3-K2-rows-by-themselves-of-half-the-columns": {
+            "loop": {"piece_rows": 1},
+            "options": {"shard_plan": "hidden"},
+        },
+        "T300-H128-I256-E5-K2-pieces-of-64": {"loop": {"piece_rows": 64}},
+        "T300-H512-I256-E3-K2-B64-2-parts-of-h-e5m2": {
+            "loop": {"h_parts": 2, "out_parts": 2},
+            "options": {"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
+        },
+        "T600-H128-I256-E3-K2-B64-one-buffer-of-first-rows": {"loop": {"first_buffers": 1}},
+        "T300-H512-I256-E3-K2-B64-one-buffer-of-first-rows-in-halves": {
+            "loop": {"first_buffers": 1},
+            "options": {"shard_plan": "hidden"},
+        },
+    }.items()
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nki_kernels.common.formula import limits
 from tests.nki_kernels.drawing import is_taken
-from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill
+from tests.nki_kernels.prefill.cases import GPT_OSS, SITU, Prefill
 
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
@@ -20,6 +20,8 @@ FORMULAS: tuple[dict[str, Any], ...] = (
     GPT_OSS,
     {"activation": "gelu"},
     {"activation": "relu", "has_gate": False},
+    {"activation": "relu2", "has_gate": False},
+    {**SITU, "up_offset": 0.5},
     {"gate_limits": limits(0.25, None), "up_offset": 1.0},
     {"up_limits": limits(-0.5, 0.5)},
 )

@@ -33,6 +33,12 @@ DEEPSEEK: dict[str, Any] = {
     "renormalize": True,
     "routed_scaling_factor": 2.5,
 }
+GLM: dict[str, Any] = {
+    "top_k": 8,
+    "act_fn": "sigmoid",
+    "has_selection_bias": True,
+    "renormalize": True,
+}
 # name: (T, H, E, hidden dtype, weight dtype, formula)
 Case = tuple[int, int, int, Any, Any, dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -52,15 +58,12 @@ CASES: dict[str, Case] = {
         BF16,
         {"top_k": 4, "act_fn": "sigmoid", "n_group": 2, "topk_group": 1},
     ),
-    "glm": (
-        24,
-        64,
-        32,
-        BF16,
-        BF16,
-        {"top_k": 8, "act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True},
-    ),
+    "glm": (24, 64, 32, BF16, BF16, GLM),
     "16-of-512": (12, 64, 512, BF16, BF16, {"top_k": 16, "renormalize": True}),
+    "sqrtsoftplus": (24, 64, 32, BF16, BF16, {**GLM, "act_fn": "sqrtsoftplus"}),
+    "sqrtsoftplus-of-logits": (24, 64, 32, BF16, BF16, {"top_k": 3, "act_fn": "sqrtsoftplus"}),
+    "16-of-896": (12, 64, 896, BF16, BF16, {**GLM, "top_k": 16, "returns_logits": True}),
+    "32-of-1024": (12, 64, 1024, BF16, BF16, {"top_k": 32, "has_bias": True}),
     "10-of-12-float32": (12, 64, 12, np.float32, np.float32, {"top_k": 10, "returns_logits": True}),
     "4-experts": (7, 64, 4, BF16, BF16, {"top_k": 2, "has_bias": True, "returns_logits": True}),
     "two-chunks-and-a-rest": (9, 1100, 16, BF16, BF16, {"top_k": 2}),
@@ -215,8 +218,8 @@ REFUSED = {
     "no-token": ((0, 64, 8, {"top_k": 2}), "num_tokens=0"),
     "too-many-tokens": ((32769, 64, 8, {"top_k": 2}), "num_tokens=32769: must be 1 to 32768"),
     "hidden-size": ((4, 96, 8, {"top_k": 2}), "hidden_size=96: must be a multiple of 64"),
-    "experts": ((4, 64, 513, {"top_k": 2}), "num_experts=513: must be 2 to 512"),
-    "17-of-64": ((4, 64, 64, {"top_k": 17}), "top_k=17"),
+    "experts": ((4, 64, 1025, {"top_k": 2}), "num_experts=1025: must be 2 to 1024"),
+    "33-of-64": ((4, 64, 64, {"top_k": 33}), "top_k=33"),
     "more-than-there-are": ((4, 64, 8, {"top_k": 9}), "at most num_experts=8"),
     "activation": ((4, 64, 8, {"top_k": 2, "act_fn": "relu"}), "act_fn='relu'"),
     "bias-over-chosen": (
@@ -276,7 +279,7 @@ REACHED: list[tuple[int, int, int, dict[str, Any], int]] = [
     (1, 64, 2, {"top_k": 1}, 2),
     (32768, 64, 8, {"top_k": 2}, 2),
     (16384, 64, 8, {"top_k": 2}, 1),
-    (4, 128, 512, {"top_k": 16}, 2),
+    (4, 128, 1024, {"top_k": 32}, 2),
     (4, 64, 8, {"top_k": 8}, 2),
     (4, 64, 8, {"top_k": 2, **GROUPS}, 2),
     (4, 64, 8, {"top_k": 8, **GROUPS, "topk_group": 4, "out_of_group_fill": 0.0}, 2),
@@ -289,10 +292,10 @@ PAST: list[tuple[int, int, int, dict[str, Any], int]] = [
     (4, 0, 8, {"top_k": 2}, 2),
     (4, 65, 8, {"top_k": 2}, 2),
     (4, 64, 1, {"top_k": 1}, 2),
-    (4, 64, 513, {"top_k": 2}, 2),
+    (4, 64, 1025, {"top_k": 2}, 2),
     (4, 64, 8, {"top_k": 0}, 2),
     (4, 64, 8, {"top_k": 9}, 2),
-    (4, 64, 64, {"top_k": 17}, 2),
+    (4, 64, 64, {"top_k": 33}, 2),
     (4, 64, 4, {"top_k": 1, **GROUPS}, 2),
     (4, 64, 10, {"top_k": 2, **GROUPS}, 2),
     (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 0}, 2),

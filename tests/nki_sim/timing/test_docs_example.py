@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nki_sim.hardware import TRN2
-
 PAGE = Path(__file__).parents[3] / "docs" / "nki_sim.md"
 
 
@@ -33,15 +31,3 @@ def test_the_examples_print_what_the_page_shows(output: tuple[str, Path]) -> Non
 
 def test_the_example_draws_the_picture(output: tuple[str, Path]) -> None:
     assert (output[1] / "exp.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_example_has_ten_lines_besides_its_imports() -> None:
-    lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
-    body = [line for line in lines if "import" not in line and "provide" not in line]
-    assert len(body) == 10
-
-
-def test_the_page_counts_the_assumptions_rightly() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    total = sum(len(TRN2.fields_of_kind(kind)) for kind in ("documented", "measured", "assumed"))
-    assert f"{len(TRN2.assumed_fields())} of the {total} of Trn2 are assumptions" in text

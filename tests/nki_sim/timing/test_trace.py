@@ -1,14 +1,13 @@
 """The record of a run keeps what was emitted, small."""
 
 import sys
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nki_sim import trace as tr
-from nki_sim.trace import ComputeFacts, MemoryRange, Storage, Trace
+from nki_sim.trace import ComputeFacts, MemoryRange
 
 
 def test_records_come_back_as_they_were_emitted(builder: Any) -> None:
@@ -73,18 +72,3 @@ def test_a_million_records_fit_in_a_gibibyte(builder: Any) -> None:
     trace = builder.trace
     size = sum(sys.getsizeof(part) for part in (trace._rows, trace._operands))
     assert size / 10_000 * 1_000_000 < 2**30 / 8
-
-
-def test_emitting_is_cheap() -> None:
-    trace = Trace()
-    storage = trace.add_storage(Storage(tr.SBUF, 0, 0, 128, 1024, None, "t"))
-    part = trace.range_id(MemoryRange(storage, 0, 128, 0, 1024))
-    facts = ComputeFacts(512, 128, ("bfloat16",), (0,), (True,))
-    best = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(5000):
-            trace.emit("memset", tr.VECTOR, facts, (), (part,), 0)
-        best = min(best, (time.perf_counter() - begin) / 5000)
-    # About 1 us on an idle machine; the bound leaves room for a busy one.
-    assert best < 10e-6

@@ -175,6 +175,7 @@ REFUSED = {
     "lnc": (("--config", "gpt-oss-20b-lnc3"), "lnc=3: must be 1 or 2"),
     "model": (("--config", "gpt-oss-12b"), "config='gpt_oss_12b'.*Did you mean 'gpt_oss_120b'"),
     "no model": (("--config", "trn2.48xlarge"), "names no model. Add --model"),
+    "no model at all": ((), "compile: no model. Add --model"),
     "setting": (("--config", "gpt-oss-20b", "--set", "bach=4"), "Did you mean 'batch'"),
     "no value": (("--config", "gpt-oss-20b", "--set", "batch"), "must be NAME=VALUE"),
     "layout": (("--config", "gpt-oss-20b", "--set", "tp=7"), "The nearest that works is tp="),

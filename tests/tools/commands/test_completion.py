@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench import menu as bench
 from neuron_moe.configs import config_names
-from neuron_moe.tools.commands import bench
 from neuron_moe.tools.commands.completion import script
-from neuron_moe.tools.subcommands import SUBCOMMANDS
+from neuron_moe.tools.subcommands import MENU
 
 pytestmark = pytest.mark.long  # every command is imported
 
@@ -40,11 +40,11 @@ def offered(file: Path, line: str) -> set[str]:
 
 
 def test_commands_targets_options_values_and_models_are_offered(file: Path) -> None:
-    assert offered(file, "neuron-moe ") >= set(SUBCOMMANDS)
+    assert offered(file, "neuron-moe ") >= {*MENU.entries, *MENU.others}
     assert offered(file, "neuron-moe tu") == {"tune"}
     assert offered(file, "neuron-moe bench ") >= set(bench.MENU.entries)
     assert offered(file, "neuron-moe completion ") >= {"bash", "zsh"}
     assert offered(file, "neuron-moe tune --wei") == {"--weights"}
     assert offered(file, "neuron-moe bench prefill --corner ") == {"vendor", "in-order"}
-    assert offered(file, "neuron-moe explain --model ") >= set(config_names())
+    assert offered(file, "neuron-moe inspect --model ") >= set(config_names())
     assert offered(file, "neuron-moe tune --out n") == {"neuron-moe"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from lab.bench.printed import page_of_text
 from neuron_moe.tools.pages import (
     Bar,
     Details,
@@ -23,7 +24,6 @@ from neuron_moe.tools.pages import (
     write_page,
 )
 from neuron_moe.tools.pages.page import sort_value
-from neuron_moe.tools.pages.printed import page_of_text
 from tests.tools.pages.asks import check_page
 
 TABLE = Table(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE
 from neuron_moe.tools.profile import main
 from neuron_moe.tools.profile.roofline import roofline_point, roofline_text
 from neuron_moe.tools.profile.what_if import changed_chip, sensitivity

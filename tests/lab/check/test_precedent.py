@@ -1,0 +1,111 @@
+"""neuron-moe check precedent: somebody's kernel beside what public kernels use."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab.check import menu as check
+from lab.check import precedent
+from lab.check.case_file import read_cases
+from lab.check.kernels import NO_LIMITS, run_case
+from lab.check.vendor import run_case as run_vendor
+from lab.check.vendor_cases.case import Case, Limits
+from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from lab.chip.cases import SMALL
+from neuron_moe.spec import Tuning
+from nki_sim.precedent import TABLE, Table, recording
+
+KERNEL = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def double(x):
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.OP
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=x_sb)
+    return out
+"""
+
+
+def kernel(folder: Path, name: str, operation: str) -> str:
+    path = folder / f"{name}.py"
+    path.write_text(KERNEL.replace("OP", operation))
+    return f"{path}:double"
+
+
+@pytest.mark.parametrize(
+    ("operation", "missing"),
+    [
+        ("tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=2.0)", ""),
+        ("tensor_scalar(dst=x_sb, data=x_sb, op0=nl.logical_xor, operand0=2.0)", "logical_xor"),
+    ],
+)
+def test_a_kernel_of_somebody_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], operation: str, missing: str
+) -> None:
+    place = kernel(tmp_path, f"kernel_{missing or 'known'}", operation)
+    out = tmp_path / "report.json"
+    words = ["precedent", "--kernel", place, "--args", "x=128x64:bfloat16", "--json", str(out)]
+    assert check.main(words) == 0
+    report = json.loads(out.read_text())
+    assert set(report) == {"uses", "sources", "without"}
+    assert set(report["sources"]) == {"vendor", "tutorials", "documentation"}
+    printed = capsys.readouterr().out
+    if not missing:
+        assert report["without"] == []
+        return
+    (found,) = report["without"]
+    assert (found["kernel"], found["file"], found["line"]) == ("double", place[:-7], 11)
+    assert missing in found["what"]
+    assert found["what"] in printed
+
+
+def test_what_is_recorded_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match="--library CHECKOUT"):
+        precedent.main(["--write", str(tmp_path / "t.json")])
+
+
+def test_our_runs_are_of_every_kernel_and_phase() -> None:
+    names = [name for name, _ in precedent.our_runs()]
+    assert len(names) == len(set(names)) > 20
+    assert any("prefill" in name and "one launch" in name for name in names)
+    assert "small/prefill-split-on-H" in names
+
+
+PREFILL = next(case for case in SMALL if case.id == "small/prefill-gpt-oss")
+SHARDS = tuple(
+    replace(PREFILL, id=f"small/prefill-{shard}", params={**PREFILL.params, "shard_plan": shard})
+    for shard in ("block", "intermediate", "hidden")
+)
+
+
+@pytest.mark.parametrize("case", [*SMALL[3:], *SHARDS], ids=lambda case: case.id)
+def test_small_cases_are_right_with_precedents_alone(case: Case) -> None:
+    asked = {**case.params, **precedent.case_params(Tuning())}
+    with recording() as recorder:
+        found = run_case(replace(case, params=asked), NO_LIMITS)
+    assert found.outcome == "passed", found.reason
+    assert [one.what for one in Table.read(TABLE).without(recorder)] == []
+
+
+@pytest.mark.skipif(
+    LIBRARY_VARIABLE not in os.environ,
+    reason=f"{LIBRARY_VARIABLE} is not set: it names a checkout of the vendor's kernel library",
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_shipped_table_has_what_a_vendor_kernel_uses() -> None:
+    library = VendorLibrary(Path(os.environ[LIBRARY_VARIABLE]))
+    cases = read_cases(Path(__file__).with_name("vendor_cases.json"), match="r07")
+    with recording() as recorder:
+        assert run_vendor(cases[0], library, Limits()).outcome == "passed"
+    assert len(recorder.uses) > 20
+    assert Table.read().without(recorder) == []

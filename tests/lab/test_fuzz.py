@@ -1,0 +1,78 @@
+"""The attacks with a few fixed seeds; with many fresh ones under `-m slow`."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.lab.fuzz import own_kernels
+from tests.lab.fuzz.attacks import ATTACKS
+from tests.lab.fuzz.kernels import FAULTS
+
+FEW = {
+    "torch": range(20),
+    "nki": range(2),
+    "edits": range(40),
+    "edits_nki": range(10),
+    "checkpoints": range(8),
+    "configs": range(2),
+    "commands": range(10),
+    "ranks": (2, 7, 20),  # without a time out
+    "kernels": range(0, len(FAULTS), 10),
+    "own_kernels": range(0, len(own_kernels.FAULTS), 8),
+}
+PARTS = 5  # of the long run
+MORE = {
+    "torch": range(20, 220),
+    "nki": range(2, 62),
+    "edits": range(40, 440),
+    "edits_nki": range(10, 60),
+    "checkpoints": range(8, 58),
+    "configs": range(2, 12),
+    "commands": range(10, 20),
+    "ranks": (4, 12, 24),
+    "kernels": range(5, len(FAULTS), 5),
+    "own_kernels": range(4, len(own_kernels.FAULTS), 8),
+}
+MANY = {
+    "torch": 10_000,
+    "nki": 150,
+    "edits": 5_000,
+    "edits_nki": 500,
+    "checkpoints": 500,
+    "configs": 300,
+    "commands": 300,
+    "ranks": 40,
+    "kernels": len(FAULTS),
+    "own_kernels": 110,
+}
+
+
+def problems(name: str, seeds: range | tuple[int, ...], scratch: Path) -> list[str]:
+    return [problem for seed in seeds if (problem := ATTACKS[name](seed, scratch))]
+
+
+def test_faults_of_our_kernels_stand_where_they_are_planted() -> None:
+    folder = own_kernels.ROOT / "nki_kernels"
+    for name, fault in own_kernels.FAULTS.items():
+        assert (folder / fault.file).read_text().count(fault.old) == 1, name
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_known_seeds_find_nothing(name: str, tmp_path: Path) -> None:
+    assert problems(name, FEW[name], tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", MORE)
+def test_more_known_seeds_find_nothing(name: str, part: int, tmp_path: Path) -> None:
+    assert problems(name, MORE[name][part::PARTS], tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_fresh_seeds_find_nothing(name: str, tmp_path: Path) -> None:
+    first = random.SystemRandom().randrange(1 << 40)
+    print(f"seeds from {first}")  # noqa: T201  pytest shows it if the test fails
+    assert problems(name, range(first, first + MANY[name]), tmp_path) == []
