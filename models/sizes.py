@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from neuron_moe.errors import check_positive_int
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import CacheShape
+from neuron_moe.models.delta_net import GatedDeltaNet
 from neuron_moe.models.dense_parts import DenseSplit, is_norm
 from neuron_moe.quantize import MXFP4_GROUP_SIZE
 from neuron_moe.router import Router
@@ -178,15 +179,18 @@ def state_bytes(model: nn.Module, spread: Spread, element_size: int) -> int:
 
     Args:
         model: may be on the meta device.
-        spread: heads are cut over its ranks for what is no routed expert.
+        spread: heads are cut over its ranks for what is no routed expert; other states evenly.
         element_size: bytes of a number, of states that have no dtype of their own.
     """
-    layers = (each for each in _attentions(model) if hasattr(each, "state_shapes"))
-    return sum(
-        prod(state.sizes) * (element_size if state.dtype is None else state.dtype.itemsize)
-        for layer in layers
-        for state in layer.sizes.shared_by(spread.dense).state_shapes
-    )
+    total = 0
+    for layer in _attentions(model):
+        shapes, ranks = getattr(layer, "state_shapes", ()), spread.dense
+        if isinstance(layer, GatedDeltaNet):
+            shapes, ranks = layer.sizes.shared_by(spread.dense).state_shapes, 1
+        for state in shapes:
+            size = element_size if state.dtype is None else state.dtype.itemsize
+            total += ceil(prod(state.sizes) / ranks) * size
+    return total
 
 
 def _attentions(model: nn.Module) -> list[Any]:

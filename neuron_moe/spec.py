@@ -324,10 +324,10 @@ class Tuning:
         block_size: B; None is what the backend prefers.
         pad_num_blocks_to_even: an even number of blocks.
         num_cores: physical cores of a logical core (LNC).
-        shard_plan: how prefill spreads over cores: 'balanced' (visits of equal size side by side),
-            'block', 'intermediate', 'hidden', or 'auto', the choice of the cost model.
-        loop_plan: 'sorted' (run-time trips, weights stay for all row tiles of a visit), 'dynamic'
-            (run-time trips, one row tile each) or 'static' (the worst case).
+        shard_plan: how prefill spreads over cores: 'balanced' (work tiles of equal size side by
+            side), 'block', 'intermediate', 'hidden', or 'auto', the choice of the cost model.
+        loop_plan: 'sorted' (run-time trips, weights stay for all row tiles of a work tile),
+            'dynamic' (run-time trips, one row tile each) or 'static' (the worst case).
         in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
         skip_weights: an expert's weights stay for its next row tile.
         decode_mode: 'selective' (a list of the experts that were chosen), 'all_experts' (each is

@@ -26,7 +26,7 @@ class TunedPrefill:
         tokens: T, the most.
         block_size: B.
         shard_plan, loop_plan: as in `Tuning`.
-        visit: most row tiles that share one load of weights.
+        work_tile: most row tiles that share one load of weights.
         loaded_parts: in how many parts gate and up, and down weights of an expert are loaded.
         weight_buffers: parts of each on chip at once.
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
@@ -41,7 +41,7 @@ class TunedPrefill:
     block_size: int
     shard_plan: str
     loop_plan: str
-    visit: int
+    work_tile: int
     loaded_parts: tuple[int, int]
     weight_buffers: int
     weights: str
@@ -49,7 +49,7 @@ class TunedPrefill:
     tells_short: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "block_size", "visit", "weight_buffers", "hidden_parts"):
+        for name in ("tokens", "block_size", "work_tile", "weight_buffers", "hidden_parts"):
             check_positive_int(name, getattr(self, name))
         check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
@@ -71,7 +71,8 @@ class TunedPrefill:
         if self.hidden_parts > 1:
             parts += f", gate and up in {self.hidden_parts} of the hidden axis,"
         return (
-            f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles"
+            f"{self.loop_plan} loop, {self.shard_plan} shards,"
+            f" work tiles of {self.work_tile} row tiles"
             f"{', short ones told apart,' if self.tells_short else ','}"
             f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s)"
         )

@@ -11,9 +11,9 @@ from typing import Any
 
 from nki_kernels.combine import CombineDims
 from nki_kernels.common.rank_sums import output_rows
-from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
+from nki_kernels.common.work_tiles import WorkTileDims, loops_of, sizes_of
 from nki_kernels.decode import DecodeConfig, LayerConfig
-from nki_kernels.index import NO_VISITS, BlockDims
+from nki_kernels.index import NO_WORK_TILES, BlockDims
 from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.layer.config import choices_of
 from nki_kernels.prefill import PrefillConfig
@@ -48,7 +48,7 @@ def _router_topk(shapes: Shapes, config: RouterConfig) -> tuple[Output, ...]:
 
 
 def _index_blocks(
-    shapes: Shapes, dims: BlockDims, visits: VisitDims = NO_VISITS
+    shapes: Shapes, dims: BlockDims, work_tiles: WorkTileDims = NO_WORK_TILES
 ) -> tuple[Output, ...]:
     num_slots = dims.num_blocks * dims.block_size
     sizes: list[tuple[int, ...]] = [
@@ -59,10 +59,10 @@ def _index_blocks(
         (dims.num_experts,),
         shapes["index_TK"],
     ]
-    if visits.num_lanes > 0:
-        lists = (visits.num_lanes, visits.num_visits)
-        loops = loops_of(sizes_of(visits.largest, visits.tells_short))
-        sizes += [lists, (*lists, visits.largest), (1, len(loops))]
+    if work_tiles.num_lanes > 0:
+        lists = (work_tiles.num_lanes, work_tiles.num_work_tiles)
+        loops = loops_of(sizes_of(work_tiles.largest, work_tiles.tells_short))
+        sizes += [lists, (*lists, work_tiles.largest), (1, len(loops))]
     return tuple(Output(size, "int32") for size in sizes)
 
 

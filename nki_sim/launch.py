@@ -514,7 +514,11 @@ def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
             f"{tensor.label()}: {int(holes.sum())} of {tensor.size} returned elements unwritten",
         )
         array[holes] = np.full(array.dtype.itemsize, options.fill, np.uint8).view(array.dtype)[0]
-    return _to_torch(array, tensor.dtype) if uses_torch else array
+    if uses_torch:
+        return _to_torch(array, tensor.dtype)
+    if tensor.dtype.kind == "x":  # packed words keep their type, for a kernel that takes them
+        return array.view(np.dtype(array.dtype, metadata={"nki": str(tensor.dtype)}))
+    return array
 
 
 def _to_torch(array: np.ndarray[Any, Any], dtype: DType) -> Any:

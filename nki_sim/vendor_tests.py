@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 
 from nki_sim import neuron_dtypes
-from nki_sim.errors import NkiValidationError
+from nki_sim.errors import NkiValidationError, UninitializedRead
 from nki_sim.launch import Run, jit, run, run_ranks
 from nki_sim.options import SimOptions
 from nki_sim.provide import provide
@@ -218,7 +218,18 @@ class _Simulated:
         kernel = jit(self._kernel)
         launched = kernel if self._lnc is None else kernel[self._lnc]
         found = _simulate(kernel, lambda options: run(launched, *args, options=options, **kwargs))
-        return list(_flat(found.outputs))
+        outputs = list(_flat(found.outputs))
+        return [_Packed(each) if each.dtype.metadata else each for each in outputs]
+
+
+class _Packed:
+    """Packed words as the suite reads them off a device: as bits of the type that it expects."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self._words if dtype is None else self._words.view(dtype)
 
 
 def _simulate(kernel: Any, launch: Callable[[SimOptions], Run]) -> Run:
@@ -228,7 +239,12 @@ def _simulate(kernel: Any, launch: Callable[[SimOptions], Run]) -> Run:
     forgiven: list[type[Exception]] = []
     while True:
         try:
-            return launch(library_options(target, forgiven, mx_headroom=_mx_headroom()))
+            found = launch(library_options(target, forgiven, mx_headroom=_mx_headroom()))
+            unwritten = [each.text for each in found.findings if each.kind == "output"]
+            if not unwritten or UninitializedRead in forgiven:
+                return found
+            forgiven.append(UninitializedRead)  # the suite takes what nobody writes to be zero
+            _test.forgiven.append(unwritten[0])
         except FORGIVABLE as fault:
             if type(fault) in forgiven:
                 _test.error = fault
@@ -344,11 +360,26 @@ def pytest_configure(config: pytest.Config) -> None:
         _session.tell = reporter.write_line
 
 
+def _teach_packed_types() -> None:
+    """Let the library's reference know packed types by name, which it takes from how the vendor's
+    NumPy types print.
+    """
+    reference = importlib.import_module("nkilib_src.nkilib.core.utils.mx_torch_common")
+    on_named = reference.quantize_to_mx
+
+    def quantize_to_mx(data: Any, out_x4_dtype: Any) -> Any:
+        return on_named(data, (getattr(out_x4_dtype, "names", None) or (out_x4_dtype,))[0])
+
+    reference.quantize_to_mx = quantize_to_mx
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Know how many tests there are, and mend the harness."""
     _session.count = len(session.items) or _session.count
     if "test.utils.test_orchestrator" in sys.modules:
         _teach_ranks()
+    if "nkilib_src.nkilib.core.utils.mx_torch_common" in sys.modules:
+        _teach_packed_types()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -88,8 +88,8 @@ def main() -> int:
             seconds[owners[id(work)]] += took
         _tell(f"{work.name}, {task.name} [{took:.1f} s]; {pace.text()}")
 
-    first = [*tuned.values(), *(each for each in few.values() if each is not None)]
-    phases: list[Callable[[], list[Work]]] = [lambda: list(first), lambda: list(rest.values())]
+    first: list[Work] = [*tuned.values(), *(each for each in few.values() if each is not None)]
+    phases: list[Callable[[], list[Work]]] = [lambda: first, lambda: list(rest.values())]
     run_phases(phases, on_taken, args.jobs, args.minutes)
     rows = [
         _row_of(case, planned[case], tuned[case], rest[case], seconds[case])

@@ -138,13 +138,13 @@ EQUIVALENT = (
         "a swap that gains just a billionth",
     ),
     Equivalent(
-        "nki_kernels/index/visits.py",
+        "nki_kernels/index/work_tiles.py",
         "_FAR = float(1 << 22)  # a step that does not exist; twice it is still exact",
         "_FAR = float(2 << 22)  # a step that does not exist; twice it is still exact",
         "any step beyond the last one is none",
     ),
     Equivalent(
-        "nki_kernels/index/visits.py",
+        "nki_kernels/index/work_tiles.py",
         "_FAR = float(1 << 22)  # a step that does not exist; twice it is still exact",
         "_FAR = float(1 << 23)  # a step that does not exist; twice it is still exact",
         "any step beyond the last one is none",
@@ -211,9 +211,9 @@ EQUIVALENT = (
     ),
     Equivalent(
         "nki_kernels/index/config.py",
-        "NO_VISITS = VisitDims(0, 1, 0, 1, False, 0)",
-        "NO_VISITS = VisitDims(0, 1, 0, 1, False, 1)",
-        "without lanes no visit is made, so nothing is loaded once or twice",
+        "NO_WORK_TILES = WorkTileDims(0, 1, 0, 1, False, 0)",
+        "NO_WORK_TILES = WorkTileDims(0, 1, 0, 1, False, 1)",
+        "without lanes no work tile is made, so nothing is loaded once or twice",
     ),
     Equivalent(
         "neuron_moe/moe.py",
@@ -222,7 +222,7 @@ EQUIVALENT = (
         "there is no way to choose more outputs than there are",
     ),
     Equivalent(
-        "nki_kernels/common/visits.py",
+        "nki_kernels/common/work_tiles.py",
         "mixed += (len(large) - mixed) % 2",
         "mixed += (len(large) + mixed) % 2",
         "sum and difference leave the same rest",
@@ -378,7 +378,7 @@ EQUIVALENT = (
         "two rows are one slab, whose scales are all of them",
     ),
     Equivalent(
-        "nki_kernels/common/visits.py",
+        "nki_kernels/common/work_tiles.py",
         "return 2 * num_tiles",
         "return 3 * num_tiles",
         "any number beyond the tiles stands for none",

@@ -1,1 +1,1 @@
-"""What several kernel rooms share: formulas, axes, visits, buffers as data, stages on tiles."""
+"""What several kernel rooms share: formulas, axes, work tiles, buffers as data, stages on tiles."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nki_kernels.common.chip import BANK_FLOATS, SBUF_BYTES
-from nki_kernels.common.visits import VisitDims
-from nki_kernels.index.config import NO_VISITS, BlockDims
+from nki_kernels.common.work_tiles import WorkTileDims
+from nki_kernels.index.config import NO_WORK_TILES, BlockDims
 from nki_kernels.index.memory import sbuf_bytes
 
 MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
@@ -17,7 +17,7 @@ def check_index_blocks(
     top_k: int,
     dims: BlockDims,
     num_cores: int = 2,
-    visits: VisitDims = NO_VISITS,
+    work_tiles: WorkTileDims = NO_WORK_TILES,
 ) -> None:
     """Raise ValueError unless the kernel takes these sizes.
 
@@ -26,7 +26,7 @@ def check_index_blocks(
         top_k: K.
         dims: E, B and N.
         num_cores: physical cores of the launch.
-        visits: how row tiles become visits; prefill.visit_dims makes it.
+        work_tiles: how row tiles become work tiles; prefill.work_tile_dims makes it.
     """
     if not 1 <= dims.num_experts <= _MAX_EXPERTS:
         raise ValueError(f"num_experts={dims.num_experts}: must be 1 to {_MAX_EXPERTS}.")
@@ -45,12 +45,12 @@ def check_index_blocks(
             f"num_blocks={dims.num_blocks}, block_size={dims.block_size}: N * B must be at most"
             f" {MOST}. Index longer inputs in parts."
         )
-    if visits.tile_rows < 1 or dims.block_size % visits.tile_rows:
+    if work_tiles.tile_rows < 1 or dims.block_size % work_tiles.tile_rows:
         raise ValueError(
-            f"tile_rows={visits.tile_rows}: must divide block_size={dims.block_size}."
-            " Use visit_dims() of the configuration."
+            f"tile_rows={work_tiles.tile_rows}: must divide block_size={dims.block_size}."
+            " Use work_tile_dims() of the configuration."
         )
-    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores, visits)
+    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores, work_tiles)
     if needed > SBUF_BYTES:
         raise ValueError(
             f"num_tokens={num_tokens}, num_experts={dims.num_experts},"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nki.language import NKIObject
 
-from nki_kernels.common.visits import VisitDims
+from nki_kernels.common.work_tiles import WorkTileDims
 
 
 @dataclass(frozen=True)
@@ -24,4 +24,4 @@ class BlockDims(NKIObject):
     num_blocks: int
 
 
-NO_VISITS = VisitDims(0, 1, 0, 1, False, 0)
+NO_WORK_TILES = WorkTileDims(0, 1, 0, 1, False, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens
-from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
-from nki_kernels.index.config import NO_VISITS, BlockDims
+from nki_kernels.common.work_tiles import WorkTileDims, loops_of, sizes_of
+from nki_kernels.index.config import NO_WORK_TILES, BlockDims
 from nki_kernels.index.memory import COUNT_BANKS
 from nki_kernels.index.slot_inverse import num_digits
 
@@ -16,7 +16,7 @@ def cost_index_blocks(
     top_k: int,
     dims: BlockDims,
     num_cores: int = 2,
-    visits: VisitDims = NO_VISITS,
+    work_tiles: WorkTileDims = NO_WORK_TILES,
 ) -> KernelCost:
     """Predict the work of a launch.
 
@@ -25,7 +25,7 @@ def cost_index_blocks(
         top_k: K.
         dims: E, B and N.
         num_cores: physical cores of the launch.
-        visits: the lists of visits that are asked for.
+        work_tiles: the lists of work tiles that are asked for.
     """
     num_slots = dims.num_blocks * dims.block_size
     written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)
@@ -35,15 +35,15 @@ def cost_index_blocks(
         last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
         columns += count_columns(tokens, dims)
         columns += max(1, tokens.count) * top_k * num_digits(last_pair) * row_size(dims)
-    return KernelCost(4 * num_tokens * top_k, written + visit_list_bytes(visits), columns)
+    return KernelCost(4 * num_tokens * top_k, written + work_tile_list_bytes(work_tiles), columns)
 
 
-def visit_list_bytes(visits: VisitDims) -> int:
-    """Return the bytes of the lists of visits."""
-    if not visits.num_lanes:
+def work_tile_list_bytes(work_tiles: WorkTileDims) -> int:
+    """Return the bytes of the lists of work tiles."""
+    if not work_tiles.num_lanes:
         return 0
-    numbers = visits.num_lanes * visits.num_visits * (1 + visits.largest)
-    return 4 * (numbers + len(loops_of(sizes_of(visits.largest, visits.tells_short))))
+    numbers = work_tiles.num_lanes * work_tiles.num_work_tiles * (1 + work_tiles.largest)
+    return 4 * (numbers + len(loops_of(sizes_of(work_tiles.largest, work_tiles.tells_short))))
 
 
 def count_columns(tokens: TokenTiles, dims: BlockDims) -> int:

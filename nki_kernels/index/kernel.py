@@ -16,9 +16,9 @@ Outputs, in shared HBM:
     num_valid_blocks      [1]      int32  blocks that hold a token
     tokens_per_expert     [E]      int32
     slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
-and, where asked, the lists of visits for `blockwise_moe` (see visits.py):
-    visit_expert_CV       [C, V]   int32  visits.VisitLists, to which they are equal bit by bit
-    visit_tile_CVG      [C, V, G]  int32
+and, where asked, the lists of work tiles for `blockwise_moe` (see work tiles.py):
+    work_expert_CV       [C, V]   int32  work tiles.WorkTileLists, to which they are equal bit
+    by bit work_row_tiles_CVG      [C, V, G]  int32
     class_trips_1L        [1, L]   int32
 
 On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
@@ -43,7 +43,7 @@ Steps:
     2. Count choices per expert, on lower partitions and in all; exchange the counts.
     3. Lay out blocks; core 0 stores what is known per block and per expert.
     4. Rank the pairs: a tile's first slot of each expert, plus the choices in tiles before it.
-    5. List the visits (visits.py), if asked.
+    5. List the work tiles (work tiles.py), if asked.
     6. Invert the slots (slot_inverse.py).
 
 Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bit for bit.
@@ -67,12 +67,12 @@ from nki_kernels.common.token_tiles import (
     split_tokens,
     store_per_token,
 )
-from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
-from nki_kernels.index.config import NO_VISITS, BlockDims
+from nki_kernels.common.work_tiles import WorkTileDims, loops_of, sizes_of
+from nki_kernels.index.config import NO_WORK_TILES, BlockDims
 from nki_kernels.index.memory import AT_ONCE, COUNT_BANKS, IndexTable, index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import exchange, invert, store_flat
 from nki_kernels.index.token_search import Meanwhile
-from nki_kernels.index.visits import KnownVisits, ListedTokens, store_visits
+from nki_kernels.index.work_tiles import KnownWorkTiles, ListedTokens, store_work_tiles
 
 
 @dataclass
@@ -95,9 +95,9 @@ class _Counts(nl.NKIObject):
 
 @nki.jit
 def index_blocks(
-    index_TK: nl.ndarray, dims: BlockDims, visits: VisitDims = NO_VISITS
+    index_TK: nl.ndarray, dims: BlockDims, work_tiles: WorkTileDims = NO_WORK_TILES
 ) -> tuple[nl.ndarray, ...]:
-    """Place every pair in a slot, and list the visits if asked; see the module's docstring."""
+    """Place every pair in a slot, and list the work tiles if asked; see the module's docstring."""
     num_tokens, top_k = index_TK.shape
     num_slots = dims.num_blocks * dims.block_size
     token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
@@ -121,31 +121,33 @@ def index_blocks(
         tokens_per_expert,
         slot_of_pair_TK,
     )
-    if visits.num_lanes > 0:
+    if work_tiles.num_lanes > 0:
         nothing = ListedTokens(0, [], Meanwhile([], []))
-        lists, _ = list_visits(placed.total_sb, placed.last_block_sb, visits, dims, nothing)
+        lists, _ = list_work_tiles(placed.total_sb, placed.last_block_sb, work_tiles, dims, nothing)
         outputs = outputs + lists
     # Last, as the lists wait for counts only, and the tensor engine for nothing else.
     invert(token_of_slot, pair_of_slot, placed.slot_sb, tokens, top_k)
     return outputs
 
 
-def list_visits(
+def list_work_tiles(
     total_sb: nl.ndarray,
     last_block_sb: nl.ndarray,
-    visits: VisitDims,
+    work_tiles: WorkTileDims,
     dims: BlockDims,
     listed: ListedTokens,
-) -> tuple[tuple[nl.ndarray, nl.ndarray, nl.ndarray], KnownVisits]:
-    """Allocate and store the lists of visits; see `store_visits`."""
-    lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
-    visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
-    visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
-    num_loops = len(loops_of(sizes_of(largest, visits.tells_short)))
+) -> tuple[tuple[nl.ndarray, nl.ndarray, nl.ndarray], KnownWorkTiles]:
+    """Allocate and store the lists of work tiles; see `store_work_tiles`."""
+    lanes, length, largest = work_tiles.num_lanes, work_tiles.num_work_tiles, work_tiles.largest
+    work_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
+    work_row_tiles_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
+    num_loops = len(loops_of(sizes_of(largest, work_tiles.tells_short)))
     class_trips_1L = nl.ndarray((1, num_loops), nl.int32, buffer=nl.shared_hbm)
-    lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
-    num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
-    known = store_visits(lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, listed)
+    lists = (work_expert_CV, work_row_tiles_CVG, class_trips_1L)
+    num_tiles = dims.num_blocks * dims.block_size // work_tiles.tile_rows
+    known = store_work_tiles(
+        lists, total_sb, last_block_sb, work_tiles, dims.block_size, num_tiles, listed
+    )
     return lists, known
 
 
@@ -342,7 +344,7 @@ def _rank_pairs(
     if tokens.count == 0:
         nisa.memset(dst=slot_sb, value=-1.0)
         return slot_sb
-    # On other engines, while the Vector engine lists the visits.
+    # On other engines, while the Vector engine lists the work tiles.
     nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=column_sb)
     ranked = ranked_tiles(num_experts)
     count_up_tiles(column_sb, column_sb, tokens.count, num_experts + 1, ranked)

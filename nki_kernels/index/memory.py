@@ -9,11 +9,11 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.memory import Tiles, table_bytes, tiles, tiles_bytes
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens
-from nki_kernels.common.visits import VisitDims
-from nki_kernels.index.config import NO_VISITS, BlockDims
+from nki_kernels.common.work_tiles import WorkTileDims
+from nki_kernels.index.config import NO_WORK_TILES, BlockDims
 from nki_kernels.index.slot_inverse import GROUP
 from nki_kernels.index.token_search import filled_tiles, places_each
-from nki_kernels.index.visits import visit_bytes
+from nki_kernels.index.work_tiles import work_tile_bytes
 
 AT_ONCE = 8  # values per nc_match_replace8
 COUNT_BANKS = 4  # of PSUM, in which running counts are added up
@@ -70,9 +70,9 @@ def ranked_tiles(num_experts: int) -> int:
 
 
 def listing_bytes(
-    tokens: TokenTiles, top_k: int, dims: BlockDims, width: int, visits: VisitDims
+    tokens: TokenTiles, top_k: int, dims: BlockDims, width: int, work_tiles: WorkTileDims
 ) -> int:
-    """Return bytes per partition alive in a layer from when its visits are known, till it has
+    """Return bytes per partition alive in a layer from when its work tiles are known, till it has
     listed its tokens in W columns.
     """
     table, E = index_table(tokens, top_k, dims), dims.num_experts
@@ -82,10 +82,10 @@ def listing_bytes(
     groups, places = -(-E // PARTITIONS), width // E
     inside = Tiles(0, (PARTITIONS, filled_tiles(tokens), PARTITIONS), nl.bfloat16, groups)
     # Numbers, tokens, counts and parts of places, on as many partitions as there are experts.
-    each = places_each(E, places) * visits.tile_rows
+    each = places_each(E, places) * work_tiles.tile_rows
     found = Tiles(0, (PARTITIONS, each), nl.float32, 6 * groups)
     lists = Tiles(0, (PARTITIONS, width + 1), nl.float32, 2)
-    entries = Tiles(0, (PARTITIONS, visits.num_visits * visits.largest), nl.float32, 4)
+    entries = Tiles(0, (PARTITIONS, work_tiles.num_work_tiles * work_tiles.largest), nl.float32, 4)
     kept = (pairs, table.chosen, of_experts, inside, found, lists, entries, table.one_hots)
     return table_bytes(kept) + _SMALL_TILES_BYTES
 
@@ -95,13 +95,13 @@ def sbuf_bytes(
     top_k: int,
     dims: BlockDims,
     num_cores: int,
-    visits: VisitDims = NO_VISITS,
+    work_tiles: WorkTileDims = NO_WORK_TILES,
 ) -> int:
     """Return bytes per partition alive at once: while pairs are ranked, listed, or inverted."""
     table = index_table(split_tokens(num_tokens, 0, num_cores), top_k, dims)
     pairs = (table.experts, table.slots, table.chosen, table.ranks)
     placing = table_bytes(pairs)
     ranking = placing + tiles_bytes(table.wanted) + tiles_bytes(table.counts)
-    listing = placing + visit_bytes(visits, dims.num_experts)
+    listing = placing + work_tile_bytes(work_tiles, dims.num_experts)
     inverse = (table.digits, table.inverse, table.one_hots)
     return max(max(ranking, listing), table_bytes(inverse)) + _SMALL_TILES_BYTES

@@ -10,7 +10,7 @@ pair that is number n among its core's choices of an expert, by tiles of tokens,
 Column place * E + expert of a [R, W] tile tells who is there (token_search.py), for W // E places:
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
 passes, in a loop with a run-time trip count. The token of a slot is the sum of both cores' columns,
-as it has one at most; visits.py lists the columns of each visit.
+as it has one at most; work tiles.py lists the columns of each work tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, multiply_banks, ones
 from nki_kernels.common.token_tiles import TokenTiles
-from nki_kernels.common.visits import RowRun, num_rows
+from nki_kernels.common.work_tiles import RowRun, num_rows
 from nki_kernels.index.config import BlockDims
 from nki_kernels.index.kernel import (
     count_up_tiles,

@@ -29,7 +29,7 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import divide_down
 from nki_kernels.common.token_tiles import TokenTiles
-from nki_kernels.common.visits import RowRun, num_rows
+from nki_kernels.common.work_tiles import RowRun, num_rows
 
 
 @dataclass

@@ -6,7 +6,7 @@ from nki_kernels.layer.config import (
     PrefillLayerConfig,
     check_prefill_layer,
     make_shared_config,
-    shared_visits,
+    shared_work_tiles,
 )
 from nki_kernels.layer.cost import cost_prefill_layer
 from nki_kernels.layer.kernel import prefill_layer
@@ -18,5 +18,5 @@ __all__ = [
     "cost_prefill_layer",
     "make_shared_config",
     "prefill_layer",
-    "shared_visits",
+    "shared_work_tiles",
 ]

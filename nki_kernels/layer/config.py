@@ -18,7 +18,7 @@ from nki_kernels.combine import (
 from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.token_tiles import split_tokens
-from nki_kernels.common.visits import VisitDims, VisitLists
+from nki_kernels.common.work_tiles import WorkTileDims, WorkTileLists
 from nki_kernels.index import BlockDims, check_index_blocks
 from nki_kernels.index.memory import listing_bytes
 from nki_kernels.index.token_lists import list_width
@@ -33,7 +33,7 @@ from nki_kernels.prefill import (
     best_parts,
     make_config,
     output_tiles,
-    visits_of,
+    work_tiles_of,
 )
 from nki_kernels.prefill.config import is_alone, no_piece, num_partials, stored_rows
 from nki_kernels.prefill.memory import weight_bytes
@@ -64,7 +64,7 @@ class PrefillLayerConfig(NKIObject):
         router: norm and router, of all ranks' experts; marks broken tokens. None: of another
             launch.
         dims: blocks of this rank's experts.
-        visits: lists of visits, of `visit_dims(experts)`.
+        work_tiles: lists of work tiles, of `work_tile_dims(experts)`.
         experts: the routed experts of this rank.
         out: the sum over a token's experts, and over ranks; told of broken tokens, and of a
             residual and shared experts if any.
@@ -79,7 +79,7 @@ class PrefillLayerConfig(NKIObject):
 
     router: RouterConfig | None
     dims: BlockDims
-    visits: VisitDims
+    work_tiles: WorkTileDims
     experts: PrefillConfig
     out: CombineDims
     returns_routing: bool = False
@@ -139,7 +139,7 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     experts, dims = config.experts, config.dims
     _check_choices(config)
     num_tokens, top_k = experts.num_tokens, choices_of(config).top_k
-    check_index_blocks(num_tokens, top_k, dims, experts.num_cores, config.visits)
+    check_index_blocks(num_tokens, top_k, dims, experts.num_cores, config.work_tiles)
     if not 0 <= config.columns <= min(top_k, experts.E):
         raise ValueError(
             f"columns={config.columns}: must be up to {min(top_k, experts.E)}, the pairs that a"
@@ -154,7 +154,7 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     assert slot_rows(config) <= no_piece(experts) * stored_rows(experts)
     check_combine(num_tokens, folds.columns, experts.H, slot_rows(config), partials)
     check_combined_ranks(config.out, num_tokens, experts.num_cores)
-    if experts.stores == "tiles" and config.visits.tells_short:
+    if experts.stores == "tiles" and config.work_tiles.tells_short:
         raise ValueError(
             "stores='tiles', tells_short=True: rows of a tile are not in the order of its slots."
             " Use 'rows'."
@@ -200,7 +200,7 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
     width = places_width(config, num_cores)
-    listing = listing_bytes(tokens, top_k, config.dims, width, config.visits)
+    listing = listing_bytes(tokens, top_k, config.dims, width, config.work_tiles)
     return listing + weight_bytes(experts) <= SBUF_BYTES
 
 
@@ -296,9 +296,9 @@ def num_shared_slots(config: PrefillLayerConfig) -> int:
     return config.shared.num_tiles * config.shared.tile_rows if config.shared else 0
 
 
-def shared_visits(config: PrefillConfig) -> VisitLists:
-    """Return the visits of shared experts: every row tile that has a token."""
+def shared_work_tiles(config: PrefillConfig) -> WorkTileLists:
+    """Return the work tiles of shared experts: every row tile that has a token."""
     num_slots = config.num_tiles * config.tile_rows
     slots = np.arange(num_slots, dtype=np.int32)
     tokens = np.where(slots < config.num_tokens, slots, -1).astype(np.int32)
-    return visits_of(config, tokens, np.zeros(config.num_tiles, np.int32))
+    return work_tiles_of(config, tokens, np.zeros(config.num_tiles, np.int32))

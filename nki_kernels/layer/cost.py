@@ -8,18 +8,18 @@ from nki_kernels.combine import cost_combine, cost_folds
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
-from nki_kernels.common.visits import Ints, VisitLists
-from nki_kernels.index.cost import rank_columns, row_size, visit_list_bytes
+from nki_kernels.common.work_tiles import Ints, WorkTileLists
+from nki_kernels.index.cost import rank_columns, row_size, work_tile_list_bytes
 from nki_kernels.index.slot_inverse import WEIGHT_TERMS
 from nki_kernels.index.token_search import search_columns
-from nki_kernels.index.visits import spread_entries
+from nki_kernels.index.work_tiles import spread_entries
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
     choices_of,
     folds_of,
     has_table,
     places_width,
-    shared_visits,
+    shared_work_tiles,
 )
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
@@ -30,7 +30,7 @@ _WORD_BYTES, _BF16_BYTES = 4, 2
 
 def cost_prefill_layer(
     config: PrefillLayerConfig,
-    lists: VisitLists,
+    lists: WorkTileLists,
     slots: Ints,
     *,
     residual_bytes: int = 2,
@@ -41,7 +41,7 @@ def cost_prefill_layer(
 
     Args:
         config: what the kernel is compiled for.
-        lists: the visits that its routing comes to.
+        lists: the work tiles that its routing comes to.
         slots: [N*B] int32 token of each slot, -1 for padding.
         residual_bytes: of an element of the residual.
         num_whole: tokens that are numbers, which shared experts compute, the first ones; all by
@@ -90,13 +90,13 @@ def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCos
     slots = np.arange(shared.num_tiles * shared.tile_rows, dtype=np.int32)
     tokens = np.where(slots < num_tokens, slots, -1).astype(np.int32)
     added = KernelCost(shared.num_tokens * shared.H * _BF16_BYTES, len(slots) * _WORD_BYTES, 0)
-    return cost_blockwise_moe(shared, shared_visits(shared), tokens) + added
+    return cost_blockwise_moe(shared, shared_work_tiles(shared), tokens) + added
 
 
 def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     """Return the work up to the experts; choices stay on chip unless they are returned."""
     top_k, cores = choices_of(config).top_k, config.experts.num_cores
-    num_tokens, visits = config.experts.num_tokens, config.visits
+    num_tokens, work_tiles = config.experts.num_tokens, config.work_tiles
     is_kept = config.returns_routing or config.router is None
     kept, columns = 0 if is_kept else top_k, folds_of(config).columns
     if has_table(config):
@@ -114,12 +114,12 @@ def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count and config.router is not None else 0
         columns += search_columns(tokens, config.dims.num_experts, width, num_passes)
-        columns += num_passes * cores * spread_entries(visits)
+        columns += num_passes * cores * spread_entries(work_tiles)
         pairs = max(1, tokens.count) * top_k
         columns += pairs * WEIGHT_TERMS * row_size(config.dims) if scales else 0
         columns += rank_columns(tokens, config.dims)
     read += num_tokens * _WORD_BYTES if config.has_padding else 0
-    index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
+    index = KernelCost(read, written + work_tile_list_bytes(config.work_tiles), columns)
     if config.router is None:
         pairs_bytes = num_tokens * top_k * _WORD_BYTES  # affinities are stored, 0 of broken tokens
         return KernelCost(2 * pairs_bytes, pairs_bytes, 0) + index

@@ -3,8 +3,8 @@
     x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
     logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py),
         or what `index` and `affinities` say, if config.router is None
-    slots, visits = places of this rank's choices, in any order
-        inside an expert                       (index/token_lists.py, index/visits.py)
+    slots, work tiles = places of this rank's choices, in any order
+        inside an expert                       (index/token_lists.py, index/work tiles.py)
     y = this rank's experts on the slots                           (prefill/kernel.py),
         whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
     s = shared experts of x, if config.out.has_shared              (prefill/kernel.py)
@@ -28,7 +28,7 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
     residual         [T, H]    bfloat16 or float32, if it is added; may be hidden
     shared_gate_up   [1, H, 2I'] and
     shared_down      [1, I', H] bfloat16 or 8 bits without scales, if there are shared experts, and
-                               their visits, three tensors of `shared_visits`
+                               their work tiles, three tensors of `shared_work_tiles`
     shared_gate      [1, H]    the type of router_weight, if config.out.has_gate
     -> output        [T, H]    the type of config.out; [T/R, H] where config.out.ranks scatters
                                the sum of R ranks (rank_sums.py)
@@ -36,10 +36,10 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
        index         [T, K]    int32, if config.returns_routing
 
 The stages are those of the kernels named above. What a core's own tokens chose goes from the router
-to the index on chip, and so do the tokens of each visit from there to the experts, looked up in the
-lists of both cores. What both cores need lies in HBM: normalised tokens, visits, slots' results;
-the cores meet after each of these is written. But for a table of ids, each stage gives its SBUF
-back before the experts begin, so that their plan is that of blockwise_moe alone.
+to the index on chip, and so do the tokens of each work tile from there to the experts, looked up in
+the lists of both cores. What both cores need lies in HBM: normalised tokens, work tiles, slots'
+results; the cores meet after each of these is written. But for a table of ids, each stage gives its
+SBUF back before the experts begin, so that their plan is that of blockwise_moe alone.
 
 Tokens do not see each other: one with a logit that is no number, or a given affinity, chooses no
 expert, and its row of the output is NaN. Padding chooses none; shared experts compute it. A token
@@ -50,9 +50,9 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 Steps:
     1. Normalise and route this core's tokens, store normalised ones; or load choices.
     2. Tell this rank's choices from others', drop those of broken tokens.
-    3. Mark and count the pairs; exchange counts; list visits, while tokens are looked for, and ask
-       for the first weights; exchange lists of tokens, look up those of each visit.
-    4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
+    3. Mark and count the pairs; exchange counts; list work tiles, while tokens are looked for, and
+       ask for the first weights; exchange lists of tokens, look up those of each work tile.
+    4. Compute the work tiles; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots; add up the ranks' rows, if config.out.ranks says so, a portion
        of tiles while the next one is summed.
 """
@@ -77,8 +77,8 @@ from nki_kernels.common.token_tiles import (
     split_tokens,
     store_per_token,
 )
-from nki_kernels.common.visits import RowRun, num_rows, row_runs, run_of
-from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
+from nki_kernels.common.work_tiles import RowRun, num_rows, row_runs, run_of
+from nki_kernels.index.kernel import lay_out_blocks, list_work_tiles, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
     NOBODY,
@@ -103,7 +103,7 @@ from nki_kernels.index.token_search import (
     go_on,
     look_up_rest,
 )
-from nki_kernels.index.visits import KnownVisits, ListedTokens
+from nki_kernels.index.work_tiles import KnownWorkTiles, ListedTokens
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
     choices_of,
@@ -130,7 +130,7 @@ from nki_kernels.prefill.buffers import (
 )
 from nki_kernels.prefill.kernel import (
     blockwise_moe,
-    compute_visits,
+    compute_work_tiles,
     lane_of,
     load_ahead,
     make_output,
@@ -144,7 +144,7 @@ _BOTH = (0, 1)
 class LayerIndex(nl.NKIObject):
     """What experts and sum need of the routing, in HBM."""
 
-    visits: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
+    work_tiles: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
     rows_TC: nl.NkiTensor  # int32, slots that the sum reads, -1 for none
     weights_TC: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
     folds: Folds
@@ -196,8 +196,8 @@ def prefill_layer(
     residual: Any = None,
     shared_gate_up: Any = None,
     shared_down: Any = None,
-    shared_visit_expert: Any = None,
-    shared_visit_tile: Any = None,
+    shared_work_expert: Any = None,
+    shared_work_row_tiles: Any = None,
     shared_trips: Any = None,
     shared_gate: Any = None,
     index: Any = None,
@@ -229,7 +229,7 @@ def prefill_layer(
     # Where inputs are scaled the cores meet behind the first rows, before they read scales.
     if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(listed.shared_tokens, _BOTH)
-    slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(listed, config))
+    slots_PSH = compute_work_tiles(config.experts, b, weights, x, _lists_of(listed, config))
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
     if config.out.has_shared:
@@ -238,8 +238,8 @@ def prefill_layer(
             shared_gate_up,
             shared_down,
             listed.shared_tokens.reshape((listed.shared_tokens.shape[0],)),
-            shared_visit_expert,
-            shared_visit_tile,
+            shared_work_expert,
+            shared_work_row_tiles,
             shared_trips,
             config.shared,
         )
@@ -264,15 +264,15 @@ def prefill_layer(
 
 
 def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
-    """Return what says which visits there are."""
+    """Return what says which work tiles there are."""
     return Lists(
         None,
         index.slot_scale,
-        index.visits[0],
-        index.visits[1],
-        index.visits[2],
+        index.work_tiles[0],
+        index.work_tiles[1],
+        index.work_tiles[2],
         lane_of(config.experts),
-        row_runs(config.experts.tile_rows, config.visits.tells_short),
+        row_runs(config.experts.tile_rows, config.work_tiles.tells_short),
         config.experts.scaling == "pre",
     )
 
@@ -285,13 +285,14 @@ def _index_tokens(
 ) -> WeightBuffers:
     """Take what this core's tokens choose, place and list their pairs; fill the table of token ids.
 
-    Weights of the first visit are asked for as soon as it is known, if they fit beside the lists.
+    Weights of the first work tile are asked for as soon as it is known, if they fit beside the
+    lists.
     """
     top_k, dims = choices_of(config).top_k, config.dims
     tokens = split_tokens(experts.hidden.shape[0], nl.program_id(0), nl.num_programs(0))
     id_table = make_id_table(config.experts)
     local = _choose(chosen_by, config, tokens)
-    runs = row_runs(config.experts.tile_rows, config.visits.tells_short)
+    runs = row_runs(config.experts.tile_rows, config.work_tiles.tells_short)
     pairs = start_marks(local.index_sb, tokens, dims, top_k)
     groups = tiles_of(pairs)
     mark_group(pairs, groups[0])
@@ -310,7 +311,7 @@ def _index_tokens(
     numbered = number_pairs(lists, pairs)
     meanwhile.look_ups = numbered.look_ups
     go_on(meanwhile)
-    ends, known = _list_visits(index, meanwhile, own_sb, other_sb, config)
+    ends, known = _list_work_tiles(index, meanwhile, own_sb, other_sb, config)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
@@ -331,14 +332,14 @@ def _index_tokens(
     look_up_rest(meanwhile)
     slot_sb = slots_of(numbered, ends[0], ends[1])
     if config.experts.scaling == "pre":
-        scaled_sb = _rows_of(slot_sb, runs) if config.visits.tells_short else slot_sb
+        scaled_sb = _rows_of(slot_sb, runs) if config.work_tiles.tells_short else slot_sb
         invert_weights(index.slot_scale, affinities_sb, scaled_sb, meanwhile)
     finish_searches(lists.searches)
     told = tell_lists(lists)
     # The other core's lists are on their way.
     identity_sb = identity(nl.float16)
     wanted = _wanted_columns(lists, known, identity_sb, config)
-    nisa.core_barrier(index.visits[2], _BOTH)
+    nisa.core_barrier(index.work_tiles[2], _BOTH)
     if has_norm(config):
         nisa.core_barrier(experts.hidden, _BOTH)
     if is_early:
@@ -391,15 +392,15 @@ def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
     return slot_sb
 
 
-def _list_visits(
+def _list_work_tiles(
     index: LayerIndex,
     meanwhile: Meanwhile,
     own_sb: nl.NkiTensor,
     other_sb: nl.NkiTensor,
     config: PrefillLayerConfig,
-) -> tuple[tuple[nl.NkiTensor, nl.NkiTensor], KnownVisits]:
-    """List the visits, now that both cores' choices are counted; return the first slot of each
-    expert and the one behind its last row tile, and what is known of the visits.
+) -> tuple[tuple[nl.NkiTensor, nl.NkiTensor], KnownWorkTiles]:
+    """List the work tiles, now that both cores' choices are counted; return the first slot of each
+    expert and the one behind its last row tile, and what is known of the work tiles.
     """
     dims, rows = config.dims, config.experts.tile_rows
     shape = other_sb.shape
@@ -409,15 +410,15 @@ def _list_visits(
     sides, loop = [], config.experts.loop
     # Rows of a tile are asked for when those of the one before are turned, and waited for, as the
     # weights are there: those of the tile with padding come soonest.
-    waits = loop.row_buffers == 2 and loop.in_parts == 1 and config.visits.largest > 2
-    if config.visits.tells_short or waits:
+    waits = loop.row_buffers == 2 and loop.in_parts == 1 and config.work_tiles.largest > 2
+    if config.work_tiles.tells_short or waits:
         sides = [own_sb, other_sb]
         if nl.program_id(0) > 0:
             sides = [other_sb, own_sb]
-    index.visits, known = list_visits(
+    index.work_tiles, known = list_work_tiles(
         total_sb,
         last_block_sb,
-        config.visits,
+        config.work_tiles,
         dims,
         ListedTokens(nl.num_programs(0), sides, meanwhile),
     )
@@ -445,12 +446,12 @@ def _fill_ids(
     id_table: nl.NkiTensor,
     found: list[nl.NkiTensor],
     lists: TokenLists,
-    known: KnownVisits,
+    known: KnownWorkTiles,
     identity_sb: nl.NkiTensor,
     passes_sb: nl.NkiTensor,
     config: PrefillLayerConfig,
 ) -> None:
-    """Write the token ids of all visits: what the first pass over the pairs has found, and what
+    """Write the token ids of all work tiles: what the first pass over the pairs has found, and what
     others find.
     """
     rows, entries = found[0].shape
@@ -470,8 +471,8 @@ def _fill_ids(
 
         nl.fori_loop(0, trips, next_pass)
     flat_sb = id_table.reshape((rows, entries))
-    # Those of the first two visits are waited for.
-    soon = min(entries, 2 * config.visits.largest)
+    # Those of the first two work tiles are waited for.
+    soon = min(entries, 2 * config.work_tiles.largest)
     for some in (slice(0, soon), slice(soon, entries)):
         if some.start == some.stop:
             continue
@@ -492,12 +493,12 @@ def _fill_ids(
 
 
 def _wanted_columns(
-    lists: TokenLists, known: KnownVisits, identity_sb: nl.NkiTensor, config: PrefillLayerConfig
+    lists: TokenLists, known: KnownWorkTiles, identity_sb: nl.NkiTensor, config: PrefillLayerConfig
 ) -> list[nl.NkiTensor]:
-    """Return the columns of this core's list for all entries of its visits, then of the other
+    """Return the columns of this core's list for all entries of its work tiles, then of the other
     core's if there is one, [R, V * G] uint32 each.
     """
-    shape = (config.experts.tile_rows, config.visits.num_visits * config.visits.largest)
+    shape = (config.experts.tile_rows, config.work_tiles.num_work_tiles * config.work_tiles.largest)
     first, wanted = nl.program_id(0), []
     for number in range(len(known.columns)):
         columns_sb = known.columns[first if number == 0 else 1 - first]
@@ -505,7 +506,7 @@ def _wanted_columns(
     return wanted
 
 
-def _next_places(lists: TokenLists, known: KnownVisits, config: PrefillLayerConfig) -> None:
+def _next_places(lists: TokenLists, known: KnownWorkTiles, config: PrefillLayerConfig) -> None:
     """Let lists and columns begin behind the places of a pass; those of earlier passes lie beyond
     all columns.
     """
@@ -529,7 +530,7 @@ def _next_places(lists: TokenLists, known: KnownVisits, config: PrefillLayerConf
 
 
 def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> LayerIndex:
-    """Allocate what does not depend on the lists of visits."""
+    """Allocate what does not depend on the lists of work tiles."""
     folds = folds_of(config)
     rows_TC = nl.ndarray((num_tokens, folds.columns), nl.int32, buffer=nl.shared_hbm)
     affinities_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)

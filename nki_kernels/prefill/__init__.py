@@ -1,9 +1,9 @@
 """Prefill: every slot's row through its expert, many tokens at a time.
 
     config = make_config(formula, sizes, work, request)      # or the request of best_candidate()
-    blockwise_moe(hidden, gate_up, down, slots, *visits, config, ...)
+    blockwise_moe(hidden, gate_up, down, slots, *work tiles, config, ...)
 
-`index_blocks` places the slots and lists the visits; `combine` adds up the slots of a token.
+`index_blocks` places the slots and lists the work tiles; `combine` adds up the slots of a token.
 """
 
 import nki_kernels.provided  # noqa: F401  answers to `import nki`
@@ -22,17 +22,17 @@ from nki_kernels.prefill.config import (
     PlanRequest,
     PrefillConfig,
     PrefillWork,
-    largest_visit_of,
+    largest_work_tile_of,
     mx_form,
     output_tiles,
     stored_parts,
     tells_short,
-    visit_dims,
+    work_tile_dims,
 )
 from nki_kernels.prefill.cost import cost_blockwise_moe
 from nki_kernels.prefill.kernel import blockwise_moe
 from nki_kernels.prefill.operands import check_blockwise_moe, matrix_shapes
-from nki_kernels.prefill.options import best_parts, make_config, visits_of
+from nki_kernels.prefill.options import best_parts, make_config, work_tiles_of
 from nki_kernels.prefill.reference import blockwise_moe_ref
 from nki_kernels.prefill.roofline import best_sum, estimate_us
 
@@ -55,7 +55,7 @@ __all__ = [
     "cost_blockwise_moe",
     "estimate_us",
     "expect_tokens",
-    "largest_visit_of",
+    "largest_work_tile_of",
     "make_config",
     "matrix_shapes",
     "mx_form",
@@ -63,6 +63,6 @@ __all__ = [
     "rank_candidates",
     "stored_parts",
     "tells_short",
-    "visit_dims",
-    "visits_of",
+    "work_tile_dims",
+    "work_tiles_of",
 ]

@@ -2,9 +2,9 @@
 
 Everything that outlasts a trip of a dynamic loop is allocated once in `make_buffers`: the body of
 such a loop has fixed addresses. Buffers come in pairs where the next load must not wait for the
-last use; which of a pair is meant is known at compile time, because a trip handles two visits.
+last use; which of a pair is meant is known at compile time, because a trip handles two work tiles.
 
-Legend: s parity of a visit, j row tile of a visit, part of the intermediate axis.
+Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate axis.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import keep_below, load_table, make_tiles
-from nki_kernels.common.visits import number_of
+from nki_kernels.common.work_tiles import number_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
@@ -30,14 +30,14 @@ from nki_kernels.prefill.config import (
     inner_places,
     is_alone,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     mx_form,
     no_piece,
     stored_rows,
     stores_pieces,
     trip_pairs,
 )
-from nki_kernels.prefill.memory import row_table, visit_table, weight_table
+from nki_kernels.prefill.memory import row_table, weight_table, work_tile_table
 
 
 @dataclass
@@ -57,10 +57,10 @@ class Operands(NKIObject):
 
 @dataclass
 class WeightBuffers(NKIObject):
-    """What weights and what lies beside them are loaded into, and the experts of all visits.
+    """What weights and what lies beside them are loaded into, and the experts of all work tiles.
 
-    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights. `id_tables` has one
-    if token ids of all visits are on chip.
+    As in `Buffers`; `is_loaded` once work tile 0 has asked for its first weights. `id_tables` has
+    one if token ids of all work tiles are on chip.
     """
 
     gate_up: list[nl.NkiTensor]
@@ -78,7 +78,9 @@ class WeightBuffers(NKIObject):
 
 @dataclass
 class Fetched(NKIObject):
-    """A table of all visits [rows, V, columns], and what a trip takes of it, [rows, n, columns]."""
+    """A table of all work tiles [rows, V, columns], and what a trip takes of it, [rows, n,
+    columns].
+    """
 
     own_sb: nl.NkiTensor
     table_sb: nl.NkiTensor
@@ -88,7 +90,7 @@ class Fetched(NKIObject):
 class Buffers(NKIObject):
     """What stays on chip; sizes are those of memory.py.
 
-    Lists are indexed by weight buffer, parity of a visit or row tile; one or none of some.
+    Lists are indexed by weight buffer, parity of a work tile or row tile; one or none of some.
     """
 
     gate_up: list[nl.NkiTensor]
@@ -136,7 +138,7 @@ class Buffers(NKIObject):
     counter: nl.NkiTensor
     ahead: nl.NkiTensor
     one: nl.NkiTensor
-    visits: int = 0  # of the trip, where it loads for itself
+    work_tiles: int = 0  # of the trip, where it loads for itself
 
 
 def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
@@ -156,19 +158,19 @@ def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
         down_bias=allocate(w.down_bias),
         down_scale=allocate(w.down_scale),
         down_scale_parts=allocate(w.down_scale_parts),
-        expert_table=allocate(visit_table(config).expert_table)[0],
+        expert_table=allocate(work_tile_table(config).expert_table)[0],
         id_tables=[],
     )
 
 
 def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
-    """Allocate the token ids of all visits, [R, V, G] int32."""
-    return allocate(visit_table(config).id_table)[0]
+    """Allocate the token ids of all work tiles, [R, V, G] int32."""
+    return allocate(work_tile_table(config).id_table)[0]
 
 
 def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
     """Allocate what else stays on chip."""
-    r, v = row_table(config), visit_table(config)
+    r, v = row_table(config), work_tile_table(config)
     # Turned rows and output rows are never in PSUM at once: they share what sums of the gate and up
     # projections leave of its banks.
     outer_ps = make_tiles(
@@ -195,7 +197,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
             fetched.append(Fetched(out_row[0], row_tables[0]))
         for number in range(len(scale)):
             fetched.append(Fetched(scale[number], scale_tables[number]))
-    scales = _by_visit(config, scale)
+    scales = _by_work_tile(config, scale)
     return Buffers(
         gate_up=weights.gate_up,
         down=weights.down,
@@ -222,13 +224,13 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         outer_ps=outer_ps,
         ones=allocate(v.ones)[0],
         zeros=allocate(v.zeros),
-        expert=_by_visit(config, expert),
+        expert=_by_work_tile(config, expert),
         expert_out=allocate(v.expert_out),
-        ids=_by_visit(config, ids),
+        ids=_by_work_tile(config, ids),
         first_ids=allocate(v.first_ids),
         scale=scales,
-        out_tile=_by_visit(config, out_tile),
-        out_row=_by_visit(config, out_row),
+        out_tile=_by_work_tile(config, out_tile),
+        out_row=_by_work_tile(config, out_row),
         out_scale=scales if is_alone(config.loop) else allocate(v.out_scale),
         expert_table=expert_table,
         tile_table=tile_table,
@@ -245,22 +247,24 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
     )
 
 
-def _by_visit(config: PrefillConfig, made: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
-    """Return what belongs to visits, [rows, columns] each: tiles by parity, or parts of one."""
+def _by_work_tile(config: PrefillConfig, made: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
+    """Return what belongs to work tiles, [rows, columns] each: tiles by parity, or parts of one."""
     if not is_alone(config.loop):
         return made
     views = []
     for wide_sb in made:
-        for visit in range(wide_sb.shape[1]):
-            views.append(wide_sb[:, visit])
+        for work_tile in range(wide_sb.shape[1]):
+            views.append(wide_sb[:, work_tile])
     return views
 
 
-def visit_after(b: Buffers, s: int, count: int) -> int:
-    """Return which visit comes so many after one: by parity, or of the trip, -1 past its end."""
-    if b.visits == 0:
+def work_tile_after(b: Buffers, s: int, count: int) -> int:
+    """Return which work tile comes so many after one: by parity, or of the trip, -1 past its
+    end.
+    """
+    if b.work_tiles == 0:
         return (s + count) % 2
-    return s + count if s + count < b.visits else -1
+    return s + count if s + count < b.work_tiles else -1
 
 
 def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
@@ -279,8 +283,8 @@ def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
 
 @dataclass
 class Lists(NKIObject):
-    """What says which visits there are, in HBM; `lane` is the row of the lists, `row_runs` how rows
-    of a tile are numbered.
+    """What says which work tiles there are, in HBM; `lane` is the row of the lists, `row_runs` how
+    rows of a tile are numbered.
 
     `slots`: [num_slots] int32 token ids, None if they are on chip; `slot_scale`: [num_slots]
     float32, read if the configuration scales; `meets`: whether both cores write it before.
@@ -288,8 +292,8 @@ class Lists(NKIObject):
 
     slots: Any
     slot_scale: nl.NkiTensor
-    visit_expert: nl.NkiTensor
-    visit_tile: nl.NkiTensor
+    work_expert: nl.NkiTensor
+    work_row_tiles: nl.NkiTensor
     class_trips: nl.NkiTensor
     lane: int
     row_runs: Any
@@ -297,15 +301,15 @@ class Lists(NKIObject):
 
 
 def load_experts(config: PrefillConfig, weights: WeightBuffers, lists: Lists) -> None:
-    """Bring the experts of all visits on chip."""
+    """Bring the experts of all work tiles on chip."""
     table_sb, lane = weights.expert_table, lists.lane
-    nisa.dma_copy(dst=table_sb, src=lists.visit_expert[lane : lane + 1, 0 : table_sb.shape[1]])
+    nisa.dma_copy(dst=table_sb, src=lists.work_expert[lane : lane + 1, 0 : table_sb.shape[1]])
     if config.loop.missing == "spare":
         keep_below(table_sb, config.E)
 
 
 def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
-    """Bring on chip what the first visits need: token ids and experts; reset counters.
+    """Bring on chip what the first work tiles need: token ids and experts; reset counters.
 
     What is asked for after the first weights waits for these, so the ids come before.
     """
@@ -314,9 +318,10 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         _fill_ids(config, b, lists, 0, stop)
     if not weights.is_loaded:
         load_experts(config, weights, lists)
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     nisa.dma_copy(
-        dst=b.tile_table, src=lists.visit_tile[lists.lane : lists.lane + 1, 0:num_visits, 0:largest]
+        dst=b.tile_table,
+        src=lists.work_row_tiles[lists.lane : lists.lane + 1, 0:num_work_tiles, 0:largest],
     )
     if config.loop.missing == "spare":
         # The lane's spare tile of the output stands for none.
@@ -342,11 +347,11 @@ def _clear_rows(b: Buffers) -> None:
 
 
 def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
-    """Bring on chip the token ids of later visits, and their scales; the first down weights, which
-    are used last, are asked for after them.
+    """Bring on chip the token ids of later work tiles, and their scales; the first down weights,
+    which are used last, are asked for after them.
     """
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    entries, first = num_visits * largest, first_entries(config)
+    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
+    entries, first = num_work_tiles * largest, first_entries(config)
     if first < entries:
         if not weights.id_tables:
             _fill_ids(config, b, lists, first, entries)
@@ -354,7 +359,7 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
             _fill_scales(config, b, lists, first, entries)
     if is_alone(config.loop):
         return
-    last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
+    last_sb = b.id_table[0:1, num_work_tiles - 1, largest - 1 : largest]
     loop = config.loop
     ahead = 1 if config.shard.splits_h else -(-loop.weight_buffers // loop.out_parts)
     for s in range(ahead):
@@ -362,8 +367,8 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what later visits need, beside the first weights."""
-    entries, lane = b.expert_table.shape[1] * largest_visit_of(config), lists.lane
+    """Bring on chip what later work tiles need, beside the first weights."""
+    entries, lane = b.expert_table.shape[1] * largest_work_tile_of(config), lists.lane
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
     if is_alone(config.loop):
         _find_ends(config, b)
@@ -384,7 +389,7 @@ def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop:
     ids_sb = b.id_table.reshape((R, entries))[0:R, first:stop]
     values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
     offset = lists.lane * entries + first
-    load_table(ids_sb, values, lists.visit_tile, offset, -1, b.outer_ps[0], may_miss)
+    load_table(ids_sb, values, lists.work_row_tiles, offset, -1, b.outer_ps[0], may_miss)
     keep_ids(config, ids_sb)
 
 
@@ -403,19 +408,19 @@ def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, st
         config.loop.missing == "skip",
     )
     offset = lists.lane * entries + first
-    load_table(scales_sb, values, lists.visit_tile, offset, 0.0, b.outer_ps[1], may_miss)
+    load_table(scales_sb, values, lists.work_row_tiles, offset, 0.0, b.outer_ps[1], may_miss)
 
 
-def start_visits(config: PrefillConfig, b: Buffers) -> None:
-    """Take ids of visits 0 and 1 from the table, whose rest may still be on its way."""
-    R, G = config.tile_rows, largest_visit_of(config)
+def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
+    """Take ids of work tiles 0 and 1 from the table, whose rest may still be on its way."""
+    R, G = config.tile_rows, largest_work_tile_of(config)
     for s in range(2):
         nisa.tensor_copy(dst=b.ids[s], src=b.id_table[0:R, s, 0:G], engine=nisa.engine.gpsimd)
 
 
 def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring scales of the first visits on chip, once both cores have theirs in HBM; the first rows
-    are on their way.
+    """Bring scales of the first work tiles on chip, once both cores have theirs in HBM; the first
+    rows are on their way.
     """
     if config.scaling == "none":
         return
@@ -424,7 +429,7 @@ def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     if has_scale_table(config):
         _fill_scales(config, b, lists, 0, first_entries(config))
     if config.scaling == "pre":
-        R, G = config.tile_rows, largest_visit_of(config)
+        R, G = config.tile_rows, largest_work_tile_of(config)
         for s in range(2):
             nisa.tensor_copy(
                 dst=b.scale[s], src=b.scale_table[0][0:R, s, 0:G], engine=nisa.engine.gpsimd
@@ -432,7 +437,7 @@ def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
 
 def start_expert(b: Buffers, s: int, behind: nl.NkiTensor) -> None:
-    """Take the expert of visit 0 or 1 once an integer, [1, 1], is there.
+    """Take the expert of work tile 0 or 1 once an integer, [1, 1], is there.
 
     Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
     """
@@ -469,7 +474,7 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     R = config.tile_rows
     rows_sb = b.row_table[0]
     entries = rows_sb.shape[1] * rows_sb.shape[2]
-    nisa.dma_copy(dst=rows_sb, src=lists.visit_tile.ap([[0, R], [1, entries]], offset=offset))
+    nisa.dma_copy(dst=rows_sb, src=lists.work_row_tiles.ap([[0, R], [1, entries]], offset=offset))
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
     for run in lists.row_runs:
         nisa.iota(
@@ -542,7 +547,7 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
 
 def _find_ends(config: PrefillConfig, b: Buffers) -> None:
-    """Write where the loops over each class end, in pairs of visits from the first class on."""
+    """Write where the loops over each class end, in pairs of work tiles from the first class on."""
     sizes = trip_pairs(config.loop)
     mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
     for k in range(len(sizes)):
@@ -561,17 +566,18 @@ def _find_ends(config: PrefillConfig, b: Buffers) -> None:
         )
 
 
-def fetch_trip(config: PrefillConfig, b: Buffers, pair: Any, visits: int) -> None:
-    """Fetch what belongs to so many visits from a pair on, whose number is known or in a register.
+def fetch_trip(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: int) -> None:
+    """Fetch what belongs to so many work tiles from a pair on, whose number is known or in a
+    register.
 
     Engines stand idle at the start of a trip, and each fetches something.
     """
     engines = [nisa.engine.vector, nisa.engine.scalar, nisa.engine.gpsimd, nisa.engine.gpsimd]
-    b.visits = visits
+    b.work_tiles = work_tiles
     for number in range(len(b.fetched)):
         part = b.fetched[number]
         rows, total, columns = part.table_sb.shape
-        size = visits * columns
+        size = work_tiles * columns
         pairs_sb = part.table_sb.reshape((rows, total // 2, 2 * columns))
         pattern = [[total * columns, rows], [1, size]]
         nisa.tensor_copy(
@@ -579,15 +585,15 @@ def fetch_trip(config: PrefillConfig, b: Buffers, pair: Any, visits: int) -> Non
             src=pairs_sb.ap(pattern, scalar_offset=pair, indirect_dim=1),
             engine=engines[number],
         )
-    if config.loop.skips_weights and visits > 1:
-        # An expert that the visit before has on chip is none.
+    if config.loop.skips_weights and work_tiles > 1:
+        # An expert that the work tile before has on chip is none.
         expert_sb = b.fetched[0].own_sb[:, :, 0]
-        same_sb = nl.ndarray((1, visits - 1), dtype=nl.int32, buffer=nl.sbuf)
-        later_sb = expert_sb[0:1, 1:visits]
+        same_sb = nl.ndarray((1, work_tiles - 1), dtype=nl.int32, buffer=nl.sbuf)
+        later_sb = expert_sb[0:1, 1:work_tiles]
         nisa.tensor_tensor(
             dst=same_sb,
             data1=later_sb,
-            data2=expert_sb[0:1, 0 : visits - 1],
+            data2=expert_sb[0:1, 0 : work_tiles - 1],
             op=nl.equal,
             engine=nisa.engine.vector,
         )
@@ -602,17 +608,17 @@ def fetch_trip(config: PrefillConfig, b: Buffers, pair: Any, visits: int) -> Non
 
 
 def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch the expert of the visit two ahead, once the gate and up weights of this one are there;
-    before `look_ahead`.
+    """Fetch the expert of the work tile two ahead, once the gate and up weights of this one are
+    there; before `look_ahead`.
     """
-    num_visits = b.expert_table.shape[1]
-    _fetch(config, b.expert[s], b.expert_table, [[num_visits, 1], [1, 1]], b.ahead)
+    num_work_tiles = b.expert_table.shape[1]
+    _fetch(config, b.expert[s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.ahead)
 
 
 def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch token ids of the visit two ahead, and step the counter."""
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    wide = [[num_visits * largest, config.tile_rows], [1, largest]]
+    """Fetch token ids of the work tile two ahead, and step the counter."""
+    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
+    wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
     _fetch(config, b.ids[s], b.id_table, wide, b.ahead)
     if config.scaling == "pre":
         _fetch(config, b.scale[s], b.scale_table[0], wide, b.ahead)
@@ -620,20 +626,22 @@ def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
 
 
 def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch the token ids of the first tile of the visit two ahead, before `look_ahead` does."""
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    first = [[num_visits * largest, config.tile_rows], [1, 1]]
+    """Fetch the token ids of the first tile of the work tile two ahead, before `look_ahead`
+    does.
+    """
+    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
+    first = [[num_work_tiles * largest, config.tile_rows], [1, 1]]
     _fetch(config, b.first_ids[s], b.id_table, first, b.ahead)
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch the row tiles that this visit writes, and step the counter."""
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    wide = [[num_visits * largest, config.tile_rows], [1, largest]]
-    single = [[num_visits * largest, 1], [1, largest]]
+    """Fetch the row tiles that this work tile writes, and step the counter."""
+    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
+    wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
+    single = [[num_work_tiles * largest, 1], [1, largest]]
     if stores_pieces(config):
         places = b.out_tile[s].shape[1]
-        pieces = [[num_visits * places, 1], [1, places]]
+        pieces = [[num_work_tiles * places, 1], [1, places]]
         _fetch(config, b.out_tile[s], b.piece_table[0], pieces, b.counter)
     elif config.stores == "tiles":
         _fetch(config, b.out_tile[s], b.tile_table, single, b.counter)
@@ -642,8 +650,8 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     if config.scaling == "post":
         _fetch(config, b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
-    # The down weights of the next visit are asked for while its other parts are still in use.
-    _fetch(config, b.expert_out[1 - s], b.expert_table, [[num_visits, 1], [1, 1]], b.counter)
+    # The down weights of the next work tile are asked for while its other parts are still in use.
+    _fetch(config, b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
 
 
 def _fetch(

@@ -74,12 +74,12 @@ class Search:
     Attributes:
         block_sizes: larger ones than 128 have the same row tiles, and more padding.
         shard_plans: of `PlanRequest`; the first one must be possible.
-        largest_visit: beyond 5, rows take the buffers that let loads run ahead.
+        largest_work_tile: beyond 5, rows take the buffers that let loads run ahead.
     """
 
     block_sizes: tuple[int, ...] = (128, 64, 32)
     shard_plans: tuple[str, ...] = ("balanced", "hidden", "intermediate")
-    largest_visit: int = 5
+    largest_work_tile: int = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def rank_candidates(
         formula: what an expert computes.
         sizes: of the experts of this rank.
         expected: the launches to be fast for.
-        request: what all candidates share; how they shard, and their visits, are theirs.
+        request: what all candidates share; how they shard, and their work tiles, are theirs.
         search: what they differ in.
 
     Raises:
@@ -149,7 +149,9 @@ def rank_candidates(
             expected.stores,
         )
         for shard_plan in search.shard_plans:
-            asked = replace(request, shard_plan=shard_plan, largest_visit=search.largest_visit)
+            asked = replace(
+                request, shard_plan=shard_plan, largest_work_tile=search.largest_work_tile
+            )
             try:
                 found += _candidates(formula, sizes, work, asked, routings, expected.spread)
             except ValueError:
@@ -176,7 +178,7 @@ def _candidates(
         draft = draft_config(formula, sizes, work, request)
         for config in loops_that_fit(draft, request, routings[0])[:_LOOPS]:
             fit = fit_of(config.loop)
-            fixed = replace(request, largest_visit=fit.visit, fit=fit)
+            fixed = replace(request, largest_work_tile=fit.work_tile, fit=fit)
             times_us = tuple(estimate_us(config, tokens_E, spread) for tokens_E in routings)
             found.append(Candidate(request=fixed, block_size=work.block_size, times_us=times_us))
     if not found:

@@ -14,15 +14,15 @@ from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, early_offset, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
-from nki_kernels.common.visits import VisitDims, max_steps, max_visits, tiles_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
+from nki_kernels.common.work_tiles import WorkTileDims, max_steps, max_work_tiles, tiles_of
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
-_FIRST_ENTRIES = 256  # of the lists of visits: two gathers
+_FIRST_ENTRIES = 256  # of the lists of work tiles: two gathers
 _ROWS_BEHIND = 1 << 12
-MOST_PAIRS = 8  # of visits of a trip
-MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
+MOST_PAIRS = 8  # of work tiles of a trip
+MOST_TILES = 4  # of a work tile, unless more are asked for: 512 columns
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PrefillWork(NKIObject):
 class LoopFit(NKIObject):
     """What estimates choose of a `LoopPlan`; other buffers follow from it."""
 
-    visit: int
+    work_tile: int
     in_parts: int
     out_parts: int
     weight_buffers: int
@@ -92,7 +92,7 @@ class PlanRequest(NKIObject):
             weight buffer.
         weight_parts: in how many parts gate and up, and down weights lie in HBM, from
             weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
-        largest_visit: most row tiles that share one load of weights.
+        largest_work_tile: most row tiles that share one load of weights.
         fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
             compiler that does not let engines (dma).
         fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
@@ -100,8 +100,8 @@ class PlanRequest(NKIObject):
             leave out (skip), or a spare row, tile or expert, for a compiler or chip on which they
             do not (spare). Then whole row tiles are stored.
         chip: what the launch is for; MX weights need a trn3.
-        tells_short: visits whose last row tile is at most half full have loops of their own, which
-            compute half of it.
+        tells_short: work tiles whose last row tile is at most half full have loops of their own,
+            which compute half of it.
         trips: of run-time loops: each loads what it uses, and leaves nothing on chip for another
             one (alone), or asks for what the next one begins with (ahead).
     """
@@ -111,7 +111,7 @@ class PlanRequest(NKIObject):
     in_halves: bool = False
     skip_weights: bool = False
     weight_parts: tuple[int, int] | None = None
-    largest_visit: int = MOST_TILES
+    largest_work_tile: int = MOST_TILES
     fetches: str = "copy"
     fit: LoopFit | None = None
     missing: str = "skip"
@@ -124,9 +124,9 @@ class PlanRequest(NKIObject):
 class ShardPlan(NKIObject):
     """Which part of the work a core does.
 
-    `num_lanes` lists of visits: as many as cores, or one that all cores take. `splits_i`: each core
-    takes its share of the intermediate axis of every visit, and the outputs are partial sums.
-    `splits_h`: its share of the hidden axis; the cores add up their gate and up projections.
+    `num_lanes` lists of work tiles: as many as cores, or one that all cores take. `splits_i`: each
+    core takes its share of the intermediate axis of every work tile, and the outputs are partial
+    sums. `splits_h`: its share of the hidden axis; the cores add up their gate and up projections.
     """
 
     num_lanes: int
@@ -136,12 +136,12 @@ class ShardPlan(NKIObject):
 
 @dataclass(frozen=True)
 class LoopPlan(NKIObject):
-    """How a core goes through its visits.
+    """How a core goes through its work tiles.
 
-    `classes` are the visit sizes that have a loop of their own, descending, in half tiles
-    (common/visits.py). `is_dynamic`: run-time trip counts; otherwise the loop covers the worst
-    case. `in_halves`: core 0 takes the first half of the visits, not every second one.
-    `skips_weights`: weights that the last visit left on chip are not loaded again.
+    `classes` are the work tile sizes that have a loop of their own, descending, in half tiles
+    (common/work tiles.py). `is_dynamic`: run-time trip counts; otherwise the loop covers the worst
+    case. `in_halves`: core 0 takes the first half of the work tiles, not every second one.
+    `skips_weights`: weights that the last work tile left on chip are not loaded again.
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
     `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
@@ -149,12 +149,12 @@ class LoopPlan(NKIObject):
     `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
     reverse. A part is asked for as soon as its buffer is free.
-    `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn. With two
-    `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
-    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. Where rows
-    are stored, `piece_rows` that follow one another are stored together if one of them holds a
+    `row_buffers` hold gathered rows: one of the first tile of a work tile, the others in turn. With
+    two `first_buffers` the first tile of a work tile has one by the parity of the work tile, and is
+    gathered two work tiles ahead. `outer_buffers` hold output tiles that wait to be stored. Where
+    rows are stored, `piece_rows` that follow one another are stored together if one of them holds a
     token. `fetches` is who copies entries of tables, `missing` what stands for nothing. `trips` is
-    whether a trip loads for the next one; if not, it has `pairs` of visits, a power of two, and
+    whether a trip loads for the next one; if not, it has `pairs` of work tiles, a power of two, and
     what is left of a class makes trips of half as many, and so on.
     """
 
@@ -225,14 +225,14 @@ def mx_form(config: PrefillConfig) -> MxForm:
     return make_mx_form(config.weight_format, config.H, config.I, config.loop.in_parts, has_bias)
 
 
-def largest_visit_of(config: PrefillConfig) -> int:
-    """Return G, the row tiles of the largest visit."""
+def largest_work_tile_of(config: PrefillConfig) -> int:
+    """Return G, the row tiles of the largest work tile."""
     return tiles_of(config.loop.classes[0])
 
 
 def tells_short(config: PrefillConfig) -> bool:
-    """Whether visits with a short last tile have loops of their own."""
-    return len(config.loop.classes) > largest_visit_of(config)
+    """Whether work tiles with a short last tile have loops of their own."""
+    return len(config.loop.classes) > largest_work_tile_of(config)
 
 
 def can_tell_short(config: PrefillConfig) -> bool:
@@ -243,7 +243,7 @@ def can_tell_short(config: PrefillConfig) -> bool:
 
 
 def computed_rows(config: PrefillConfig, size: int, j: int) -> int:
-    """Return the rows that are computed of tile j of a visit of so many half tiles."""
+    """Return the rows that are computed of tile j of a work tile of so many half tiles."""
     return config.tile_rows // 2 if 2 * j + 1 == size else config.tile_rows
 
 
@@ -259,7 +259,7 @@ def fit_of(loop: LoopPlan) -> LoopFit:
 
 
 def loads_in_parts(loop: LoopPlan) -> bool:
-    """Whether gate and up weights come in parts, each of which takes all rows of a visit."""
+    """Whether gate and up weights come in parts, each of which takes all rows of a work tile."""
     return loop.in_parts * loop.h_parts > 1
 
 
@@ -270,9 +270,9 @@ def part_tiles(config: PrefillConfig) -> int:
 
 def inner_places(config: PrefillConfig) -> int:
     """Return how many sums of the gate and up projections are in PSUM at once: two in turn, or all
-    of a visit that wait for other parts of the hidden axis.
+    of a work tile that wait for other parts of the hidden axis.
     """
-    return 2 if config.loop.h_parts == 1 else largest_visit_of(config) * config.i_axis.count
+    return 2 if config.loop.h_parts == 1 else largest_work_tile_of(config) * config.i_axis.count
 
 
 def inner_banks(config: PrefillConfig) -> int:
@@ -292,13 +292,13 @@ def is_alone(loop: LoopPlan) -> bool:
     return loop.trips == "alone" and loop.is_dynamic
 
 
-def visits_at_once(loop: LoopPlan) -> int:
-    """Return the visits that the kernel keeps track of: those of a trip, or two by parity."""
+def work_tiles_at_once(loop: LoopPlan) -> int:
+    """Return the work tiles that the kernel keeps track of: those of a trip, or two by parity."""
     return 2 * loop.pairs if is_alone(loop) else 2
 
 
 def trip_pairs(loop: LoopPlan) -> list[int]:
-    """Return the pairs of visits of a trip, for each loop over a class in order."""
+    """Return the pairs of work tiles of a trip, for each loop over a class in order."""
     sizes, size = [loop.pairs], loop.pairs
     while size > 1:
         size = size // 2
@@ -380,8 +380,10 @@ def has_scale_table(config: PrefillConfig) -> bool:
 
 
 def first_entries(config: PrefillConfig) -> int:
-    """Return the entries of the lists of visits that come on chip first, for several visits."""
-    return min(_FIRST_ENTRIES, num_visits(config) * largest_visit_of(config))
+    """Return the entries of the lists of work tiles that come on chip first, for several work
+    tiles.
+    """
+    return min(_FIRST_ENTRIES, num_work_tiles(config) * largest_work_tile_of(config))
 
 
 def first_tiles(config: PrefillConfig) -> int:
@@ -416,23 +418,23 @@ def no_piece(config: PrefillConfig) -> int:
     return none
 
 
-def num_visits(config: PrefillConfig) -> int:
-    """Return V, the length of the visit lists of a lane, for any routing."""
+def num_work_tiles(config: PrefillConfig) -> int:
+    """Return V, the length of the work tile lists of a lane, for any routing."""
     lanes, loop = config.shard.num_lanes, config.loop
     if loop.is_sorted:
-        return max_visits(config.num_tiles, config.E, lanes, largest_visit_of(config))
+        return max_work_tiles(config.num_tiles, config.E, lanes, largest_work_tile_of(config))
     return max_steps(config.num_tiles, lanes)
 
 
-def visit_dims(config: PrefillConfig) -> VisitDims:
-    """Return what the lists of visits are made by, on the host or by `index_blocks`."""
+def work_tile_dims(config: PrefillConfig) -> WorkTileDims:
+    """Return what the lists of work tiles are made by, on the host or by `index_blocks`."""
     loop = config.loop
     # A trip that loads for itself tells by itself what it has on chip.
     reload_after = loop.weight_buffers if loop.skips_weights and not is_alone(loop) else 0
-    return VisitDims(
+    return WorkTileDims(
         config.shard.num_lanes,
-        largest_visit_of(config),
-        num_visits(config),
+        largest_work_tile_of(config),
+        num_work_tiles(config),
         config.tile_rows,
         loop.in_halves,
         reload_after,

@@ -1,4 +1,4 @@
-"""What a launch of `blockwise_moe` moves and multiplies, counted from its visits."""
+"""What a launch of `blockwise_moe` moves and multiplies, counted from its work tiles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
-from nki_kernels.common.visits import Ints, VisitLists, loops_of, tiles_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
+from nki_kernels.common.work_tiles import Ints, WorkTileLists, loops_of, tiles_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
@@ -18,7 +18,7 @@ from nki_kernels.prefill.config import (
     core_width,
     has_scale_table,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     mx_form,
     stored_rows,
     stores_pieces,
@@ -28,15 +28,15 @@ _INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
 
 
 def cost_blockwise_moe(
-    config: PrefillConfig, lists: VisitLists, slots: Ints, *, has_ids: bool = False
+    config: PrefillConfig, lists: WorkTileLists, slots: Ints, *, has_ids: bool = False
 ) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
     Args:
         config: what the kernel is compiled for.
-        lists: the visits.
+        lists: the work tiles.
         slots: [N*B] int32 token of each slot, -1 for padding.
-        has_ids: token ids of the visits are on chip before.
+        has_ids: token ids of the work tiles are on chip before.
 
     Raises:
         ValueError: spare rows and experts are moved, too.
@@ -51,8 +51,8 @@ def cost_blockwise_moe(
     tables = int(has_scale_table(config)) + int(not has_ids)
     for core in range(config.num_cores):
         lane = core if config.shard.num_lanes > 1 else 0
-        tile = np.minimum(lists.visit_tile_CVG[lane].reshape(-1), config.num_tiles)
-        visits = int((lists.visit_expert_CV[lane] < config.E).sum())
+        tile = np.minimum(lists.work_row_tiles_CVG[lane].reshape(-1), config.num_tiles)
+        work_tiles = int((lists.work_expert_CV[lane] < config.E).sum())
         rows = int(rows_of_tile[tile].sum())
         stored = rows
         if config.stores == "tiles":
@@ -61,7 +61,7 @@ def cost_blockwise_moe(
             stored = int(pieces_of_tile[tile].sum()) * stored_rows(config)
         row_bytes = core_width(config) * _BFLOAT16_BYTES
         read += (
-            visits * _expert_bytes(config)
+            work_tiles * _expert_bytes(config)
             + rows * row_bytes
             + _table_bytes(config, lists, tile, tables)
         )
@@ -70,10 +70,10 @@ def cost_blockwise_moe(
     return KernelCost(read, write, columns)
 
 
-def _rows_of_places(config: PrefillConfig, lists: VisitLists) -> Ints:
-    """Return the rows that are computed of each tile of a lane's visits, [V * G]."""
-    _, num_visits, largest = lists.visit_tile_CVG.shape
-    rows_VG = np.full((num_visits, largest), config.tile_rows, np.int32)
+def _rows_of_places(config: PrefillConfig, lists: WorkTileLists) -> Ints:
+    """Return the rows that are computed of each tile of a lane's work tiles, [V * G]."""
+    _, num_work_tiles, largest = lists.work_row_tiles_CVG.shape
+    rows_VG = np.full((num_work_tiles, largest), config.tile_rows, np.int32)
     first = 0
     for sizes, trips in _trips(config, lists):
         for s in range(2):
@@ -84,16 +84,16 @@ def _rows_of_places(config: PrefillConfig, lists: VisitLists) -> Ints:
     return rows_VG.reshape(-1)
 
 
-def _trips(config: PrefillConfig, lists: VisitLists) -> list[tuple[tuple[int, int], int]]:
-    """Return the sizes of the visits of each loop, and its trips."""
+def _trips(config: PrefillConfig, lists: WorkTileLists) -> list[tuple[tuple[int, int], int]]:
+    """Return the sizes of the work tiles of each loop, and its trips."""
     trips = [int(count) for count in lists.class_trips_1L[0]]
     if not config.loop.is_dynamic:
-        trips = [(int(lists.visit_expert_CV.shape[1]) - 2) // 2]
+        trips = [(int(lists.work_expert_CV.shape[1]) - 2) // 2]
     return list(zip(loops_of(config.loop.classes), trips, strict=True))
 
 
 def _expert_bytes(config: PrefillConfig) -> int:
-    """Return the bytes that one visit loads of its expert, on one core."""
+    """Return the bytes that one work tile loads of its expert, on one core."""
     H, i_core = core_width(config), core_depth(config)
     if is_mx(config):
         form = mx_form(config)
@@ -111,18 +111,18 @@ def _expert_bytes(config: PrefillConfig) -> int:
     return size
 
 
-def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints, tables: int) -> int:
-    """Return the bytes that a core reads to bring its visits and some tables on chip."""
-    visits, entries = int(lists.visit_expert_CV.shape[1]), len(tile)
+def _table_bytes(config: PrefillConfig, lists: WorkTileLists, tile: Ints, tables: int) -> int:
+    """Return the bytes that a core reads to bring its work tiles and some tables on chip."""
+    work_tiles, entries = int(lists.work_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
-    words = visits + entries + len(loops_of(config.loop.classes))
+    words = work_tiles + entries + len(loops_of(config.loop.classes))
     words += tables * (entries + known * config.tile_rows)
     if config.stores == "rows" and not stores_pieces(config):
         words += config.tile_rows * entries
     return words * _INT32_BYTES
 
 
-def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -> int:
+def _columns(config: PrefillConfig, lists: WorkTileLists, core: int, tables: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
     H, loop = core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
@@ -137,8 +137,8 @@ def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -
         for size in sizes:
             rows = sum(computed_rows(config, size, j) for j in range(tiles_of(size)))
             total += count * (rows * row + tiles_of(size) * tile)
-    entries = int(lists.visit_expert_CV.shape[1]) * largest_visit_of(config)
-    visits = 2 * sum(count for _, count in trips)
+    entries = int(lists.work_expert_CV.shape[1]) * largest_work_tile_of(config)
+    work_tiles = 2 * sum(count for _, count in trips)
     if stores_pieces(config):
         tables += config.tile_rows // stored_rows(config)
-    return total + tables * entries + (visits * H if config.has_scales else 0)
+    return total + tables * entries + (work_tiles * H if config.has_scales else 0)

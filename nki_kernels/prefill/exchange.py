@@ -1,19 +1,21 @@
 """The prefill kernel with the hidden axis split: cores add up each other's projections.
 
-Both cores take every visit. Each multiplies its half of the hidden axis, gives the other what comes
-of it for the gate and up projections, computes the activation of the sum, and then its half of the
-output columns. An exchange takes about as long as a small visit computes, so two visits are in
-flight: the second goes in while the first is exchanged, the first goes out while the second is.
+Both cores take every work tile. Each multiplies its half of the hidden axis, gives the other what
+comes of it for the gate and up projections, computes the activation of the sum, and then its half
+of the output columns. An exchange takes about as long as a small work tile computes, so two work
+tiles are in flight: the second goes in while the first is exchanged, the first goes out while the
+second is.
 
-Weights of the next visits but one load as soon as their buffers are free.
+Weights of the next work tiles but one load as soon as their buffers are free.
 
 Steps of a trip:
-    1. Both visits in turn: multiply this core's share of the rows, send off the projections, load
-       the gate and up weights of the visit two ahead (its buffer of weights is the visit's own).
-    2. Both visits in turn: add up what both cores computed, activate, project out, store, load the
-       down weights of the visit two ahead.
+    1. Both work tiles in turn: multiply this core's share of the rows, send off the projections,
+       load the gate and up weights of the work tile two ahead (its buffer of weights is the work
+       tile's own).
+    2. Both work tiles in turn: add up what both cores computed, activate, project out, store, load
+       the down weights of the work tile two ahead.
 
-Legend: s parity of a visit, j row tile of a visit; h, i partitions of a tile of H or I.
+Legend: s parity of a work tile, j row tile of a work tile; h, i partitions of a tile of H or I.
 """
 
 import nki.isa as nisa
@@ -26,7 +28,7 @@ from nki_kernels.prefill.buffers import (
     look_ahead,
     look_at_expert,
     look_at_outputs,
-    visit_after,
+    work_tile_after,
 )
 from nki_kernels.prefill.config import PrefillConfig, Share, is_alone
 from nki_kernels.prefill.loads import (
@@ -52,7 +54,7 @@ from nki_kernels.prefill.stages import (
 
 
 def start_apart(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
-    """Load the weights of the first two visits; rows are on their way."""
+    """Load the weights of the first two work tiles; rows are on their way."""
     for s in range(2):
         load_beside(config, b, x, share, b.expert[s], s, 0)
         load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)
@@ -67,7 +69,7 @@ def clear_own(config: PrefillConfig, b: Buffers) -> None:
             nisa.memset(dst=own_sb, value=0.0)
 
 
-def run_two_visits(
+def run_two_work_tiles(
     config: PrefillConfig,
     b: Buffers,
     x: Operands,
@@ -75,28 +77,28 @@ def run_two_visits(
     sizes: tuple[int, int],
     first: int = 0,
 ) -> None:
-    """Compute the row tiles of two visits from one on, the exchange of one beside the products of
-    the other.
+    """Compute the row tiles of two work tiles from one on, the exchange of one beside the products
+    of the other.
     """
-    for visit in (first, first + 1):
-        _go_in_apart(config, b, x, share, visit, sizes)
+    for work_tile in (first, first + 1):
+        _go_in_apart(config, b, x, share, work_tile, sizes)
     for s in range(2):
-        visit = first + s
+        work_tile = first + s
         if not is_alone(config.loop):
             look_at_outputs(config, b, s)
         prepare_part(config, b, s)
         for j in range(sizes[s]):
-            _add_up(config, b, visit, j)
-        # Biases and scales of this visit are used up.
-        ahead = visit_after(b, visit, 2)
+            _add_up(config, b, work_tile, j)
+        # Biases and scales of this work tile are used up.
+        ahead = work_tile_after(b, work_tile, 2)
         if ahead >= 0:
             load_beside(config, b, x, share, b.expert[ahead], s, 0)
         if config.has_scales:
             spread_down_scale(config, b, s)
         for j in range(sizes[s]):
             outer = (s * sizes[0] + j) % config.loop.outer_buffers
-            project_out(config, b, visit, j, 0, share.adds_bias, outer, config.tile_rows)
-            store_rows(config, b, x, share, visit, j, outer, config.tile_rows)
+            project_out(config, b, work_tile, j, 0, share.adds_bias, outer, config.tile_rows)
+            store_rows(config, b, x, share, work_tile, j, outer, config.tile_rows)
         if ahead >= 0:
             load_down(config, b, x, share, b.expert[ahead], s, 0, s)
 
@@ -109,8 +111,8 @@ def _go_in_apart(
     s: int,
     sizes: tuple[int, int],
 ) -> None:
-    """Multiply this core's share of the rows of a visit, and send off what comes of it."""
-    following, ahead = visit_after(b, s, 1), visit_after(b, s, 2)
+    """Multiply this core's share of the rows of a work tile, and send off what comes of it."""
+    following, ahead = work_tile_after(b, s, 1), work_tile_after(b, s, 2)
     size, next_size = sizes[s % 2], sizes[1 - s % 2] if following >= 0 else 0
     last = config.i_axis.count - 1
     gather_early(config, b, x, share, s)

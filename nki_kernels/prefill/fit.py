@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import BANKS, fitted_sbuf_bytes
 from nki_kernels.common.formula import num_projections
-from nki_kernels.common.visits import sizes_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
+from nki_kernels.common.work_tiles import sizes_of
 from nki_kernels.prefill.config import (
     MOST_PAIRS,
     LoopPlan,
@@ -25,12 +25,12 @@ from nki_kernels.prefill.config import (
     inner_banks,
     is_alone,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     tells_short,
     with_loop,
 )
 from nki_kernels.prefill.memory import sbuf_bytes
-from nki_kernels.prefill.roofline import edge_ns, experts_ns, visit_ns
+from nki_kernels.prefill.roofline import edge_ns, experts_ns, work_tile_ns
 
 _MAX_OUTER_BUFFERS = 8
 _LEAST_I_PART, _LEAST_H_PART = 64, 256
@@ -38,7 +38,7 @@ _H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
 _LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
 _LEAST_ROW_BANKS = 2
 _LOOPS = 12  # that are looked at with all their buffers
-_EDGES_OF_A_TRIP = 10  # take as long as its visits at least
+_EDGES_OF_A_TRIP = 10  # take as long as its work tiles at least
 
 
 def best_loop(
@@ -111,13 +111,14 @@ def _needs_whole_experts(config: PrefillConfig) -> bool:
 
 
 def _candidates(config: PrefillConfig, request: PlanRequest) -> Iterator[LoopPlan]:
-    """Yield loop plans from simple to cut up, small visits first.
+    """Yield loop plans from simple to cut up, small work tiles first.
 
-    Weights that stay for the next visit are in the only buffer; two visits in flight have one each.
+    Weights that stay for the next work tile are in the only buffer; two work tiles in flight have
+    one each.
     """
     skips, is_whole = config.loop.skips_weights, _needs_whole_experts(config)
     all_buffers = (1,) if skips else (2,) if is_whole else (2, 1)
-    sizes = range(1, largest_visit_of(config) + 1)
+    sizes = range(1, largest_work_tile_of(config) + 1)
     for in_parts, out_parts in _part_choices(config, request):
         for buffers, size in product(all_buffers, sizes):
             h_choices = _h_choices(config, in_parts, buffers)
@@ -178,8 +179,10 @@ def _divisors(size: int, least: int) -> list[int]:
 
 
 def _more_buffers(config: PrefillConfig) -> LoopPlan:
-    """Spend what is left of SBUF on output tiles and gathered rows in turn, up to two visits."""
-    loop, size = config.loop, largest_visit_of(config)
+    """Spend what is left of SBUF on output tiles and gathered rows in turn, up to two work
+    tiles.
+    """
+    loop, size = config.loop, largest_work_tile_of(config)
     most = fitted_sbuf_bytes(config.chip)
     caps = {
         "outer_buffers": min(_MAX_OUTER_BUFFERS, 2 * size),
@@ -198,8 +201,8 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
 
 
 def _pairs(config: PrefillConfig) -> int:
-    """Return the pairs of visits of a trip: so many that its edges are a small part of it."""
-    pairs, pair_ns = 1, 2 * visit_ns(config, 1.0, config.tile_rows)
+    """Return the pairs of work tiles of a trip: so many that its edges are a small part of it."""
+    pairs, pair_ns = 1, 2 * work_tile_ns(config, 1.0, config.tile_rows)
     while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_A_TRIP * edge_ns(config):
         pairs *= 2
     return pairs

@@ -14,8 +14,8 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     gate_up         [E, H, 2I]   weights   HBM  gate columns first
     down            [E, I, H]    weights   HBM
     slots           [N*B]        int32     HBM  token of each slot, -1 for padding
-    visit_expert    [C, V]       int32     HBM  visits.VisitLists
-    visit_tile      [C, V, G]    int32     HBM
+    work_expert    [C, V]       int32     HBM  work tiles.WorkTileLists
+    work_row_tiles      [C, V, G]    int32     HBM
     class_trips     [1, L]       int32     HBM
     gate_up_bias    [E, 2I]      float32   HBM  optional
     down_bias       [E, H]       bfloat16  HBM  optional; with scales [E, 3, H] of bias_terms
@@ -29,18 +29,18 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
 On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
 descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
 
-Limits: `make_config`. Bytes: weights once per visit, a row in and a row out per slot. Matmul
+Limits: `make_config`. Bytes: weights once per work tile, a row in and a row out per slot. Matmul
 columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the transposes. The
-next visit's weights, and the rows after that, load while one computes.
+next work tile's weights, and the rows after that, load while one computes.
 
 Steps, on each core:
-    1. Allocate everything that stays (memory.py), bring the visits of the core's lane on chip.
-    2. Start the pipeline: weights and rows of visit 0, the first rows of visit 1.
-    3. Per loop (one for each pair of visit sizes), per trip: two visits, by parity.
-    4. A visit: gate and up projections and the activation, part by part (`_go_in`); the first tile
-       of the next visit is turned; then the down projection, part by part, and stores (`_go_out`).
-       Each part that is done asks for the part that takes its buffer.
-With the hidden axis split, step 4 is that of exchange.py: two visits, interleaved.
+    1. Allocate everything that stays (memory.py), bring the work tiles of the core's lane on chip.
+    2. Start the pipeline: weights and rows of work tile 0, the first rows of work tile 1.
+    3. Per loop (one for each pair of work tile sizes), per trip: two work tiles, by parity.
+    4. A work tile: gate and up projections and the activation, part by part (`_go_in`); the first
+       tile of the next work tile is turned; then the down projection, part by part, and stores
+       (`_go_out`). Each part that is done asks for the part that takes its buffer.
+With the hidden axis split, step 4 is that of exchange.py: two work tiles, interleaved.
 
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
 the projections follow its matmul section.
@@ -54,7 +54,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.visits import loops_of, row_runs, tiles_of
+from nki_kernels.common.work_tiles import loops_of, row_runs, tiles_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Lists,
@@ -71,8 +71,8 @@ from nki_kernels.prefill.buffers import (
     make_weight_buffers,
     start_expert,
     start_scales,
-    start_visits,
-    visit_after,
+    start_work_tiles,
+    work_tile_after,
 )
 from nki_kernels.prefill.config import (
     PrefillConfig,
@@ -86,7 +86,7 @@ from nki_kernels.prefill.config import (
     share_of,
     trip_pairs,
 )
-from nki_kernels.prefill.exchange import clear_own, run_two_visits, start_apart
+from nki_kernels.prefill.exchange import clear_own, run_two_work_tiles, start_apart
 from nki_kernels.prefill.loads import (
     first_row,
     gather_after,
@@ -116,8 +116,8 @@ def blockwise_moe(
     gate_up: nl.NkiTensor,
     down: nl.NkiTensor,
     slots: nl.NkiTensor,
-    visit_expert: nl.NkiTensor,
-    visit_tile: nl.NkiTensor,
+    work_expert: nl.NkiTensor,
+    work_row_tiles: nl.NkiTensor,
     class_trips: nl.NkiTensor,
     config: PrefillConfig,
     gate_up_bias: Any = None,
@@ -126,7 +126,7 @@ def blockwise_moe(
     down_scale: Any = None,
     slot_scale: Any = None,
 ) -> nl.NkiTensor:
-    """Compute every slot that the visits name; see the module."""
+    """Compute every slot that the work tiles name; see the module."""
     x = Operands(
         hidden,
         gate_up,
@@ -141,14 +141,14 @@ def blockwise_moe(
     lists = Lists(
         slots,
         slot_scale,
-        visit_expert,
-        visit_tile,
+        work_expert,
+        work_row_tiles,
         class_trips,
         lane_of(config),
         row_runs(config.tile_rows, False),
     )
     weights = make_weight_buffers(config)
-    return compute_visits(config, make_buffers(config, weights), weights, x, lists)
+    return compute_work_tiles(config, make_buffers(config, weights), weights, x, lists)
 
 
 def make_output(config: PrefillConfig, num_rows: int = 0) -> nl.NkiTensor:
@@ -159,15 +159,15 @@ def make_output(config: PrefillConfig, num_rows: int = 0) -> nl.NkiTensor:
 
 
 def lane_of(config: PrefillConfig) -> int:
-    """Return this core's row of the lists of visits."""
+    """Return this core's row of the lists of work tiles."""
     return 0 if config.shard.num_lanes == 1 else nl.program_id(0)
 
 
 def load_ahead(
     config: PrefillConfig, weights: WeightBuffers, x: Operands, expert: nl.NkiTensor
 ) -> None:
-    """Ask for what visit 0 loads of its expert, [1, 1] int32, before `compute_visits`; one lane a
-    core. Experts of all visits are left to `load_experts`.
+    """Ask for what work tile 0 loads of its expert, [1, 1] int32, before `compute_work_tiles`; one
+    lane a core. Experts of all work tiles are left to `load_experts`.
     """
     share = share_of(config, nl.program_id(0))
     steps, parts = first_loads(config)
@@ -178,10 +178,10 @@ def load_ahead(
     weights.is_loaded = True
 
 
-def compute_visits(
+def compute_work_tiles(
     config: PrefillConfig, b: Buffers, weights: WeightBuffers, x: Operands, lists: Lists
 ) -> nl.NkiTensor:
-    """Compute every slot that the visits name; return the output."""
+    """Compute every slot that the work tiles name; return the output."""
     core = nl.program_id(0)
     share = share_of(config, core)
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
@@ -199,8 +199,8 @@ def compute_visits(
 def _run_alone(
     config: PrefillConfig, b: Buffers, x: Operands, position: int, begin: Any, share: Share
 ) -> Any:
-    """Go through the visits of one loop in trips that load for themselves, from a pair on; return
-    where they end.
+    """Go through the work tiles of one loop in trips that load for themselves, from a pair on;
+    return where they end.
     """
     sizes, pairs = loops_of(config.loop.classes)[position], trip_pairs(config.loop)
     for number in range(len(pairs)):
@@ -221,17 +221,17 @@ def _loop_over(
     end: Any,
     pairs: int,
 ) -> None:
-    """Loop over trips of so many pairs of visits."""
+    """Loop over trips of so many pairs of work tiles."""
 
     def one_trip(pair: Any) -> None:
         fetch_trip(config, b, pair, 2 * pairs)
         _start_trip(config, b, x, share, sizes)
         for s in range(0, 2 * pairs, 2):
             if config.shard.splits_h:
-                run_two_visits(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
+                run_two_work_tiles(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
             else:
-                _run_visit(config, b, x, s, sizes, share)
-                _run_visit(config, b, x, s + 1, sizes, share)
+                _run_work_tile(config, b, x, s, sizes, share)
+                _run_work_tile(config, b, x, s + 1, sizes, share)
 
     nl.fori_loop(begin, end, one_trip, step=pairs)
 
@@ -239,7 +239,9 @@ def _loop_over(
 def _start_trip(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
 ) -> None:
-    """Do what visit 0 of a trip expects to be done: its weights and rows, first rows of visit 1."""
+    """Do what work tile 0 of a trip expects to be done: its weights and rows, then those of work
+    tile 1.
+    """
     loop = config.loop
     if config.shard.splits_h:
         gather_rows(config, b, x, share, 0, 0)
@@ -259,41 +261,41 @@ def _start_trip(
 
 
 def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
-    """Load what the first visit of a trip needs beyond its first weights, then the next one's.
+    """Load what the first work tile of a trip needs beyond its first weights, then the next one's.
 
     Rows that are asked for first are first in the queues, as GpSimd touches experts after them.
     """
     loop = config.loop
     steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
-    experts_sb = b.fetched[0].own_sb[0:1, 0 : b.visits]
+    experts_sb = b.fetched[0].own_sb[0:1, 0 : b.work_tiles]
     nisa.tensor_copy(dst=experts_sb, src=experts_sb, engine=nisa.engine.gpsimd)
-    for visit in range(2):
+    for work_tile in range(2):
         for step in buffers:
-            if step > 0 and step // steps == visit:
+            if step > 0 and step // steps == work_tile:
                 _load_step(config, b, x, share, 0, step)
         for part in buffers:
-            if part // loop.out_parts == visit:
+            if part // loop.out_parts == work_tile:
                 _load_part(config, b, x, share, 0, part)
 
 
 def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
-    """Go through the visits of one loop, two a trip."""
+    """Go through the work tiles of one loop, two a trip."""
     sizes = loops_of(config.loop.classes)[position]
 
-    def two_visits(_trip: int) -> None:
+    def two_work_tiles(_trip: int) -> None:
         if config.shard.splits_h:
-            run_two_visits(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])))
+            run_two_work_tiles(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])))
         else:
-            _run_visit(config, b, x, 0, sizes, share)
-            _run_visit(config, b, x, 1, sizes, share)
+            _run_work_tile(config, b, x, 0, sizes, share)
+            _run_work_tile(config, b, x, 1, sizes, share)
 
     if config.loop.is_dynamic:
         trips = nisa.register_alloc()
         nisa.register_load(trips, b.trips[0:1, position : position + 1])
-        nl.fori_loop(0, trips, two_visits)
+        nl.fori_loop(0, trips, two_work_tiles)
     else:
         for _trip in range((b.expert_table.shape[1] - 2) // 2):
-            two_visits(_trip)
+            two_work_tiles(_trip)
 
 
 def _start_pipeline(
@@ -304,7 +306,7 @@ def _start_pipeline(
     lists: Lists,
     share: Share,
 ) -> None:
-    """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1.
+    """Do what work tile 0 expects to be done: its weights and rows, the first rows of work tile 1.
 
     A part of the weights, then the first rows, then the other weights: the memory has work while
     ids are looked up, and the tensor engine its rows when the weights have come.
@@ -321,15 +323,16 @@ def _start_pipeline(
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
         load_tiles(config, b, x, share, expert, 0, 0, 0, 0, early)
-    start_visits(config, b)
+    start_work_tiles(config, b)
     gather_rows(config, b, x, share, 0, 0)
     start_scales(config, b, lists)
     first_id = b.ids[0][0:1, 0:1]
     start_expert(b, 0, first_id)
-    # A long visit that has its weights waits for rows alone: the next one's weights come behind.
+    # A long work tile that has its weights waits for rows alone: the next one's weights come
+    # behind.
     is_long = weights.is_loaded and config.loop.row_buffers > 2
     start_expert(b, 1, first_row(b) if is_long else first_id)
-    # Once turned, a single buffer of first tiles is free for that of visit 1.
+    # Once turned, a single buffer of first tiles is free for that of work tile 1.
     waits = config.loop.first_buffers == 1
     if not waits:
         gather_rows(config, b, x, share, 1, 0)
@@ -361,28 +364,28 @@ def _start_pipeline(
         gather_rows(config, b, x, share, 1, 0)
 
 
-def _run_visit(
+def _run_work_tile(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
-    """Compute the row tiles of one visit of a trip, and bring in what the next two need.
+    """Compute the row tiles of one work tile of a trip, and bring in what the next two need.
 
-    The first tile of the next visit is turned before this one's down projection, so that the
+    The first tile of the next work tile is turned before this one's down projection, so that the
     tensor engine has work while the last activation is computed.
     """
-    following, alone = visit_after(b, s, 1), is_alone(config.loop)
+    following, alone = work_tile_after(b, s, 1), is_alone(config.loop)
     halves = sizes[s % 2]
     size, next_size = tiles_of(halves), tiles_of(sizes[1 - s % 2]) if following >= 0 else 0
     if not alone:
         look_at_outputs(config, b, s)
     gather_early(config, b, x, share, s)
-    # A smaller visit leaves row buffers idle: the larger one after it fills them early.
+    # A smaller work tile leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, following, j)
     _go_in(config, b, x, s, halves, next_size, share)
     if following >= 0:
         turn_rows(config, b, following, 0, config.tile_rows)
-    # This visit has used its expert and ids: they become those of the visit two ahead, whose first
-    # rows take the buffer that was just turned.
+    # This work tile has used its expert and ids: they become those of the work tile two ahead,
+    # whose first rows take the buffer that was just turned.
     if not alone:
         look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
@@ -400,8 +403,8 @@ def _go_in(
     next_size: int,
     share: Share,
 ) -> None:
-    """Do the gate and up projections of a visit, part by part of the intermediate axis, and of the
-    hidden axis inside.
+    """Do the gate and up projections of a work tile, part by part of the intermediate axis, and of
+    the hidden axis inside.
     """
     loop, size = config.loop, tiles_of(halves)
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
@@ -437,7 +440,9 @@ def _go_out(
     first_outer: int,
     share: Share,
 ) -> None:
-    """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
+    """Do the down projection of a work tile, part by part of the hidden axis, and store its
+    rows.
+    """
     parts = config.loop.out_parts
     for part in range(parts):
         for j in range(tiles_of(halves)):
@@ -452,11 +457,11 @@ def _go_out(
 def _load_step(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, step: int
 ) -> None:
-    """Load a part of the gate and up weights, counted from the first one of visit s."""
+    """Load a part of the gate and up weights, counted from the first one of work tile s."""
     steps = config.loop.in_parts * config.loop.h_parts
-    visit = visit_after(b, s, step // steps)
-    if visit >= 0:
-        _load_step_of(config, b, x, share, b.expert[visit], s, step)
+    work_tile = work_tile_after(b, s, step // steps)
+    if work_tile >= 0:
+        _load_step_of(config, b, x, share, b.expert[work_tile], s, step)
 
 
 def _load_step_of(
@@ -482,15 +487,15 @@ def _load_step_of(
 def _load_part(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, part: int
 ) -> None:
-    """Load a part of the down weights, counted from the first one of visit s."""
+    """Load a part of the down weights, counted from the first one of work tile s."""
     parts = config.loop.out_parts
-    visit, buffer = (
-        visit_after(b, s, part // parts),
+    work_tile, buffer = (
+        work_tile_after(b, s, part // parts),
         (s * parts + part) % config.loop.weight_buffers,
     )
     if is_alone(config.loop):
-        if visit >= 0:
-            load_down(config, b, x, share, b.expert[visit], buffer, part % parts, visit)
+        if work_tile >= 0:
+            load_down(config, b, x, share, b.expert[work_tile], buffer, part % parts, work_tile)
         return
-    expert = b.expert[s] if part // parts == 2 else b.expert_out[visit]
-    load_down(config, b, x, share, expert, buffer, part % parts, visit)
+    expert = b.expert[s] if part // parts == 2 else b.expert_out[work_tile]
+    load_down(config, b, x, share, expert, buffer, part % parts, work_tile)

@@ -1,7 +1,7 @@
 """What the prefill kernel brings on chip: token rows, weights, biases and scales.
 
-Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis; h, i
-partitions of a tile of H or I.
+Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate or hidden axis;
+h, i partitions of a tile of H or I.
 """
 
 import nki.isa as nisa
@@ -17,7 +17,7 @@ from nki_kernels.common.tiles import (
     row_steps,
     when_missing,
 )
-from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows, visit_after
+from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows, work_tile_after
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
@@ -40,9 +40,10 @@ def gather_rows(
 
 
 def gather_early(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
-    """Gather the first rows of the visit two ahead, if the buffer of this visit's is free for them.
+    """Gather the first rows of the work tile two ahead, if the buffer of this work tile's is free
+    for them.
 
-    They then reach the memory before the weights of the next visits, and nobody waits for them.
+    They then reach the memory before the weights of the next work tiles, and nobody waits for them.
     """
     if config.loop.first_buffers == 2:
         if is_alone(config.loop):
@@ -53,14 +54,16 @@ def gather_early(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s
 
 
 def gather_late(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
-    """Gather the first rows of the visit two ahead, if the next visit's were in their buffer."""
+    """Gather the first rows of the work tile two ahead, if the next work tile's were in their
+    buffer.
+    """
     if config.loop.first_buffers == 1:
         _gather_ahead(config, b, x, share, s)
 
 
 def _gather_ahead(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
-    """Gather the first rows of the visit two ahead, if it is one of the trip."""
-    ahead = visit_after(b, s, 2)
+    """Gather the first rows of the work tile two ahead, if it is one of the trip."""
+    ahead = work_tile_after(b, s, 2)
     if ahead >= 0:
         gather_rows(config, b, x, share, ahead, 0)
 
@@ -85,7 +88,7 @@ def _gather(
 
 
 def first_row(b: Buffers) -> nl.NkiTensor:
-    """Return an element of the rows that visit 0 needs first, [1, 1], as an integer."""
+    """Return an element of the rows that work tile 0 needs first, [1, 1], as an integer."""
     return b.rows[0].view(nl.int16)[0:1, 0:1]
 
 
@@ -96,7 +99,7 @@ def row_buffer(config: PrefillConfig, s: int, j: int) -> int:
 
 
 def ring_place(config: PrefillConfig, j: int) -> int:
-    """Return the place of tile j, not the first of a visit, in the ring of buffers."""
+    """Return the place of tile j, not the first of a work tile, in the ring of buffers."""
     return (j - 1) % (config.loop.row_buffers - 1)
 
 
@@ -110,18 +113,18 @@ def gather_after(
     size: int,
     next_size: int,
 ) -> None:
-    """Refill the buffer of tile j, which is free again: for this visit or the next one."""
+    """Refill the buffer of tile j, which is free again: for this work tile or the next one."""
     ring = config.loop.row_buffers - 1
     if j + ring < size:
         gather_rows(config, b, x, share, s, j + ring)
     elif 1 + ring_place(config, j) < next_size:
-        following = visit_after(b, s, 1)
+        following = work_tile_after(b, s, 1)
         gather_rows(config, b, x, share, following, 1 + ring_place(config, j))
 
 
 def turned_buffer(config: PrefillConfig, j: int) -> int:
-    """Return which buffer of turned rows tile j of a visit uses: two in turn, or all of them where
-    they are used again.
+    """Return which buffer of turned rows tile j of a work tile uses: two in turn, or all of them
+    where they are used again.
     """
     return j if loads_in_parts(config.loop) else j % 2
 
@@ -219,7 +222,7 @@ def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
     """Turn what was loaded beside the weights of a part into what its use needs.
 
     Done when the part is used, not when it is loaded: engines take their work in order. What was
-    loaded stays as it is, for a visit that finds it still there.
+    loaded stays as it is, for a work tile that finds it still there.
     """
     if adds_offset(config):
         rows, count = config.i_axis.rows, config.i_axis.count
@@ -248,7 +251,7 @@ def load_down(
         expert: (1, 1) int32 tile.
         buffer: which one to fill.
         part: which part of the columns.
-        s: parity of the visit that the weights are for.
+        s: parity of the work tile that the weights are for.
     """
     H, i_axis, in_parts = config.H, config.i_axis, config.loop.in_parts
     width = core_width(config)

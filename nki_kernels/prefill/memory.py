@@ -1,6 +1,7 @@
 """What the prefill kernel keeps in SBUF: the tables that allocation and accounting both read.
 
-Legend: h, i partitions of a tile of H or I; R rows of a tile, V visits, G row tiles of a visit.
+Legend: h, i partitions of a tile of H or I; R rows of a tile, V work tiles, G row tiles of a work
+tile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tile_bytes, tiles
 from nki_kernels.common.mx import fours_of, in_shape, out_shape, whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
-from nki_kernels.common.visits import loops_of
+from nki_kernels.common.work_tiles import loops_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     adds_offset,
@@ -24,16 +25,16 @@ from nki_kernels.prefill.config import (
     has_scale_table,
     is_alone,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     loads_in_parts,
     mx_form,
-    num_visits,
+    num_work_tiles,
     part_tiles,
     row_places,
     stored_rows,
     stores_pieces,
     trip_pairs,
-    visits_at_once,
+    work_tiles_at_once,
 )
 
 _AHEAD_BYTES = 6 << 20  # of weights, which take a core some 18 us
@@ -72,10 +73,10 @@ class _RowTable(NamedTuple):
     up: Tiles
 
 
-class _VisitTable(NamedTuple):
-    """The visits of a core, and what belongs to the two in flight."""
+class _WorkTileTable(NamedTuple):
+    """The work tiles of a core, and what belongs to the two in flight."""
 
-    expert_table: Tiles  # all visits
+    expert_table: Tiles  # all work tiles
     tile_table: Tiles
     id_table: Tiles
     row_table: Tiles
@@ -83,10 +84,10 @@ class _VisitTable(NamedTuple):
     scale_table: Tiles
     trips: Tiles
     ends: Tiles  # of the loops over a class, where trips load for themselves
-    expert: Tiles  # one visit, by parity; or all of a trip
+    expert: Tiles  # one work tile, by parity; or all of a trip
     expert_out: Tiles
     ids: Tiles
-    first_ids: Tiles  # of the first row tile of the visit two ahead
+    first_ids: Tiles  # of the first row tile of the work tile two ahead
     scale: Tiles
     out_tile: Tiles
     out_row: Tiles
@@ -131,13 +132,13 @@ def row_table(config: PrefillConfig) -> _RowTable:
     R, width, largest, loop = (
         config.tile_rows,
         core_width(config),
-        largest_visit_of(config),
+        largest_work_tile_of(config),
         config.loop,
     )
     h_axis, i_axis = config.h_axis, config.i_axis
     i_count = i_axis.count * loop.in_parts
     i_rows = i_axis.rows + (1 if bias_is_inside(config) else 0)
-    # Two visits are in flight where the cores exchange their projections.
+    # Two work tiles are in flight where the cores exchange their projections.
     apart = 2 * largest if config.shard.splits_h else 0
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
     inner: tuple[int, ...] = (i_rows, i_count, R)
@@ -167,23 +168,23 @@ def row_table(config: PrefillConfig) -> _RowTable:
 
 def _turned(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
     """Return the buffers of turned rows; see `turned_buffer` for who uses which."""
-    loop, largest = config.loop, largest_visit_of(config)
+    loop, largest = config.loop, largest_work_tile_of(config)
     if loads_in_parts(loop):
         return tiles(largest, shape, nl.bfloat16)
-    # Visits of one tile need one; counted like the others, so that they get the same weights.
+    # Work tiles of one tile need one; counted like the others, so that they get the same weights.
     return Tiles(min(2, largest), shape, nl.bfloat16, 2)
 
 
-def visit_table(config: PrefillConfig) -> _VisitTable:
-    """Return the buffers of visits."""
-    R, V, G = config.tile_rows, num_visits(config), largest_visit_of(config)
+def work_tile_table(config: PrefillConfig) -> _WorkTileTable:
+    """Return the buffers of work tiles."""
+    R, V, G = config.tile_rows, num_work_tiles(config), largest_work_tile_of(config)
     scaled = 1 if has_scale_table(config) else 0
     by_piece = 1 if stores_pieces(config) else 0
     by_row = 0 if config.stores == "tiles" or by_piece else 1
     pieces = R // stored_rows(config)
     one, classes, alone = (1, 1), len(loops_of(config.loop.classes)), int(is_alone(config.loop))
     sizes = len(trip_pairs(config.loop))
-    return _VisitTable(
+    return _WorkTileTable(
         expert_table=small_tiles(1, (1, V), nl.int32),
         tile_table=small_tiles(1, (1, V, G), nl.int32),
         # Ids, rows to write, scales, and two more while they are made: five, whatever there is.
@@ -193,13 +194,13 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         scale_table=Tiles(scaled, (R, V, G), nl.float32, 0),
         trips=small_tiles(1, (1, classes), nl.int32),
         ends=small_tiles(alone, (1, classes, sizes), nl.int32),
-        expert=_of_visits(config, 1, 1, 1, nl.int32),
+        expert=_of_work_tiles(config, 1, 1, 1, nl.int32),
         expert_out=small_tiles(2 - 2 * alone, one, nl.int32),
-        ids=_of_visits(config, 1, R, G, nl.int32),
+        ids=_of_work_tiles(config, 1, R, G, nl.int32),
         first_ids=small_tiles(2 * (config.loop.first_buffers - 1) * (1 - alone), (R, 1), nl.int32),
-        scale=_of_visits(config, scaled, R, G, nl.float32),
-        out_tile=_of_visits(config, 1, 1, G * pieces, nl.int32),
-        out_row=_of_visits(config, by_row, R, G, nl.int32),
+        scale=_of_work_tiles(config, scaled, R, G, nl.float32),
+        out_tile=_of_work_tiles(config, 1, 1, G * pieces, nl.int32),
+        out_row=_of_work_tiles(config, by_row, R, G, nl.int32),
         out_scale=small_tiles(2 * scaled * (1 - alone), (R, G), nl.float32),
         counter=small_tiles(1, one, nl.int32),
         ahead=small_tiles(1, one, nl.int32),
@@ -209,17 +210,17 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
     )
 
 
-def _of_visits(config: PrefillConfig, count: int, rows: int, columns: int, dtype: Any) -> Tiles:
-    """Return tiles of the visits that are kept track of: one for all of a trip, or one each."""
+def _of_work_tiles(config: PrefillConfig, count: int, rows: int, columns: int, dtype: Any) -> Tiles:
+    """Return tiles of the work tiles that are kept track of: one for all of a trip, or one each."""
     if is_alone(config.loop):
-        return tiles(count, (rows, visits_at_once(config.loop), columns), dtype)
+        return tiles(count, (rows, work_tiles_at_once(config.loop), columns), dtype)
     return small_tiles(2 * count, (rows, columns), dtype)
 
 
 def weight_bytes(config: PrefillConfig) -> int:
     """Return bytes per partition of what is there once the first weights are asked for."""
-    visits = visit_table(config)
-    table = (*weight_table(config), visits.expert_table, visits.id_table)
+    work_tiles = work_tile_table(config)
+    table = (*weight_table(config), work_tiles.expert_table, work_tiles.id_table)
     return table_bytes(table) + _SMALL_TILES_BYTES
 
 
@@ -240,5 +241,5 @@ def first_loads(config: PrefillConfig) -> tuple[int, int]:
 
 def sbuf_bytes(config: PrefillConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel are counted with."""
-    tables = (weight_table(config), row_table(config), visit_table(config))
+    tables = (weight_table(config), row_table(config), work_tile_table(config))
     return sum(table_bytes(table) for table in tables) + _SMALL_TILES_BYTES

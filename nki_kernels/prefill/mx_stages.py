@@ -1,7 +1,7 @@
 """Stages of the prefill kernel for MX weights: turn rows into words, multiply words.
 
-Legend: s parity of a visit, j row tile of a visit, part of the intermediate axis, quad: four tiles
-of the hidden axis, which hold the four elements of words.
+Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate axis, quad:
+four tiles of the hidden axis, which hold the four elements of words.
 """
 
 import nki.isa as nisa

@@ -7,13 +7,13 @@ from typing import Any
 
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
-from nki_kernels.common.visits import VisitLists
+from nki_kernels.common.work_tiles import WorkTileLists
 from nki_kernels.prefill.config import (
     PrefillConfig,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     mx_form,
-    num_visits,
+    num_work_tiles,
     stored_parts,
 )
 
@@ -21,14 +21,14 @@ _Expected = dict[str, tuple[tuple[int, ...], str]]
 
 
 def check_blockwise_moe(
-    config: PrefillConfig, visits: VisitLists, operands: Mapping[str, Any]
+    config: PrefillConfig, work_tiles: WorkTileLists, operands: Mapping[str, Any]
 ) -> None:
     """Check the operands of a launch against what the kernel was compiled for.
 
     Args:
         config: what the kernel is compiled for.
-        visits: of the launch.
-        operands: arrays by parameter name; those of `visits` left out.
+        work_tiles: of the launch.
+        operands: arrays by parameter name; those of `work_tiles` left out.
 
     Raises:
         ValueError: an operand is missing, not expected, or of another shape or type.
@@ -48,16 +48,16 @@ def check_blockwise_moe(
         found = str(value.dtype).removeprefix("torch.")
         if found != dtype:
             raise ValueError(f"{name} {found}: must be {dtype}. Convert it.")
-    _check_visits(config, visits)
+    _check_work_tiles(config, work_tiles)
 
 
-def _check_visits(config: PrefillConfig, visits: VisitLists) -> None:
-    lanes, length = config.shard.num_lanes, num_visits(config)
-    wanted = ((lanes, length), (lanes, length, largest_visit_of(config)))
-    if (visits.visit_expert_CV.shape, visits.visit_tile_CVG.shape) != wanted:
+def _check_work_tiles(config: PrefillConfig, work_tiles: WorkTileLists) -> None:
+    lanes, length = config.shard.num_lanes, num_work_tiles(config)
+    wanted = ((lanes, length), (lanes, length, largest_work_tile_of(config)))
+    if (work_tiles.work_expert_CV.shape, work_tiles.work_row_tiles_CVG.shape) != wanted:
         raise ValueError(
-            f"visits {list(visits.visit_tile_CVG.shape)}: must be {list(wanted[1])}. Use"
-            " visits_of() with this configuration."
+            f"work tiles {list(work_tiles.work_row_tiles_CVG.shape)}: must be {list(wanted[1])}."
+            " Use work_tiles_of() with this configuration."
         )
 
 

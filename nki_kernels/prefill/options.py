@@ -11,8 +11,8 @@ from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of, why_no_expert
 from nki_kernels.common.mx import is_mx_format, mx_chunks
-from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles, sizes_of
 from nki_kernels.common.weight_formats import ITEM_BYTES, MX_WORD_BYTES, WEIGHT_FORMATS
+from nki_kernels.common.work_tiles import Ints, WorkTileLists, list_work_tiles, live_tiles, sizes_of
 from nki_kernels.prefill.config import (
     BLOCK_SIZES,
     MOST_PAIRS,
@@ -25,7 +25,7 @@ from nki_kernels.prefill.config import (
     ShardPlan,
     can_tell_short,
     stored_parts,
-    visit_dims,
+    work_tile_dims,
 )
 from nki_kernels.prefill.fit import best_loop
 
@@ -73,8 +73,8 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
     """Return the `weight_parts` with which a configuration would be fastest, by estimate.
 
     (1, 1) where an expert is loaded whole: its runs are long as they are. Weights lie in one way
-    for prompts of any length; experts of two row tiles are expected, with which a visit loads about
-    as long as it multiplies.
+    for prompts of any length; experts of two row tiles are expected, with which a work tile loads
+    about as long as it multiplies.
 
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
@@ -90,10 +90,10 @@ def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:
     return np.array([max(1, mean - 1), mean, mean + 1]) * config.tile_rows
 
 
-def visits_of(
+def work_tiles_of(
     config: PrefillConfig, token_position_to_id: Ints, block_to_expert_N: Ints
-) -> VisitLists:
-    """Return the visits of a block mapping; `index_blocks` makes the same on the device.
+) -> WorkTileLists:
+    """Return the work tiles of a block mapping; `index_blocks` makes the same on the device.
 
     Args:
         config: what the kernel is compiled for.
@@ -101,7 +101,9 @@ def visits_of(
         block_to_expert_N: [N] int32.
     """
     tiles = live_tiles(token_position_to_id, block_to_expert_N, config.tile_rows)
-    return list_visits(tiles, visit_dims(config), num_tiles=config.num_tiles, num_experts=config.E)
+    return list_work_tiles(
+        tiles, work_tile_dims(config), num_tiles=config.num_tiles, num_experts=config.E
+    )
 
 
 def shard_plan_of(name: str, num_cores: int) -> ShardPlan:
@@ -114,7 +116,7 @@ def shard_plan_of(name: str, num_cores: int) -> ShardPlan:
 def draft_config(
     formula: ExpertFormula, sizes: ExpertSizes, work: PrefillWork, request: PlanRequest
 ) -> PrefillConfig:
-    """Return the configuration before buffers are chosen, with the largest visits there may be.
+    """Return the configuration before buffers are chosen, with the largest work tiles there may be.
 
     Raises:
         ValueError: as `make_config`.
@@ -129,7 +131,7 @@ def draft_config(
     is_sorted = request.loop_plan == "sorted" and request.shard_plan != "block"
     in_parts, out_parts = _parts_of_core(request.weight_parts, shard, work.num_cores)
     loop = LoopPlan(
-        classes=sizes_of(request.largest_visit if is_sorted else 1, request.tells_short),
+        classes=sizes_of(request.largest_work_tile if is_sorted else 1, request.tells_short),
         is_dynamic=request.loop_plan != "static",
         is_sorted=is_sorted,
         in_halves=request.in_halves,
@@ -181,7 +183,7 @@ def draft_config(
 
 def _piece_rows(sizes: ExpertSizes, work: PrefillWork) -> int:
     """Return the rows that are stored together: some where GpSimd, which makes the descriptors of
-    rows, takes longer for those of a visit than the memory for its weights.
+    rows, takes longer for those of a work tile than the memory for its weights.
     """
     chip, rows = chip_in_force(), min(work.block_size, PARTITIONS)
     expert_bytes = 3 * sizes.H * sizes.I * ITEM_BYTES.get(sizes.weight_format, 1)
@@ -293,8 +295,8 @@ def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> 
     """Raise ValueError for a request that contradicts itself or the sizes."""
     I, shard_plan = sizes.I, request.shard_plan  # noqa: E741  the axis letter
     shard = shard_plan_of(shard_plan, work.num_cores)
-    if request.largest_visit < 1:
-        raise ValueError(f"largest_visit={request.largest_visit}: must be at least 1.")
+    if request.largest_work_tile < 1:
+        raise ValueError(f"largest_work_tile={request.largest_work_tile}: must be at least 1.")
     if shard.splits_i and I % work.num_cores:
         raise ValueError(
             f"I={I}: must be a multiple of {work.num_cores} to be split over as many cores. "
@@ -312,6 +314,6 @@ def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> 
         )
     if shard.splits_h and request.skip_weights:
         raise ValueError(
-            "skip_weights=True, shard_plan='hidden': two visits are in flight, with weights of "
+            "skip_weights=True, shard_plan='hidden': two work tiles are in flight, with weights of "
             "their own. Use another shard_plan."
         )

@@ -1,6 +1,6 @@
-"""How long the experts of a prefill take, about: a roofline of each visit, added up.
+"""How long the experts of a prefill take, about: a roofline of each work tile, added up.
 
-A visit takes as long as the busiest of what runs side by side: products, copies out of PSUM,
+A work tile takes as long as the busiest of what runs side by side: products, copies out of PSUM,
 descriptors of rows, and what the memory gives; and what nothing hides. It ranks configurations,
 nothing else: times of a kernel come from its trace.
 """
@@ -17,28 +17,28 @@ from nki_kernels.common.chip import BANK_FLOATS, BANKS, chip_in_force, core
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.slot_sums import best_sum_ns
-from nki_kernels.common.visits import loops_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
+from nki_kernels.common.work_tiles import loops_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     core_width,
     inner_banks,
     is_alone,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     loads_in_parts,
     mx_form,
     num_partials,
-    num_visits,
+    num_work_tiles,
     stores_pieces,
     tells_short,
 )
 
 # Assumed: loads that may not run ahead of the tensor engine wait at times.
 _ONE_BUFFER_PENALTY = 1.05
-# What a visit takes beyond its engine, read off simulated visits of GPT-OSS, Qwen3, DeepSeek,
-# Llama 4 and Mixtral shapes: per row tile and per row of it; per part of the weights and row tile;
-# per exchange between the cores; for a transfer of rows that has no buffer of its own. An
+# What a work tile takes beyond its engine, read off simulated work tiles of GPT-OSS, Qwen3,
+# DeepSeek, Llama 4 and Mixtral shapes: per row tile and per row of it; per part of the weights and
+# row tile; per exchange between the cores; for a transfer of rows that has no buffer of its own. An
 # intermediate tile takes so long at least, until the activation has made room for the one after
 # the next.
 _TILE_NS, _ROW_NS, _PART_NS, _EXCHANGE_NS, _STORE_NS = 750.0, 0.5, 300.0, 3_700.0, 1_000.0
@@ -71,9 +71,9 @@ def best_sum(config: PrefillConfig, spread: Sequence[float]) -> tuple[int, float
 
 
 def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
-    """Return the estimated time of the visits of experts with so many tokens each, [E], in ns.
+    """Return the estimated time of the work tiles of experts with so many tokens each, [E], in ns.
 
-    Lanes run visits of about the same size side by side.
+    Lanes run work tiles of about the same size side by side.
     """
     tiles_E = -(-tokens_E // config.tile_rows)
     tiles = int(tiles_E.sum())
@@ -81,11 +81,13 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
         return 0.0
     rows = float(tokens_E.sum()) / tiles
     lanes = config.shard.num_lanes
-    if not config.loop.is_dynamic:  # every visit there may be, most without a tile
-        return num_visits(config) * visit_ns(config, 1.0, rows * tiles / num_visits(config) / lanes)
+    if not config.loop.is_dynamic:  # every work tile there may be, most without a tile
+        return num_work_tiles(config) * work_tile_ns(
+            config, 1.0, rows * tiles / num_work_tiles(config) / lanes
+        )
     sizes = sorted(_sizes(config, tokens_E, tiles_E), reverse=True)
     steps = Counter(sizes[::lanes])
-    total = sum(count * visit_ns(config, size, rows) for size, count in steps.items())
+    total = sum(count * work_tile_ns(config, size, rows) for size, count in steps.items())
     if is_alone(config.loop):
         more_E = tokens_E.copy()
         more_E[0] += config.tile_rows  # experts hardly have as many tiles each
@@ -106,7 +108,7 @@ def edge_ns(config: PrefillConfig) -> float:
 
 
 def _num_trips(steps: Counter[float], pairs: int) -> int:
-    """Return the trips through visits of so many row tiles each; see `list_visits`."""
+    """Return the trips through work tiles of so many row tiles each; see `list_work_tiles`."""
     singles, large = steps[1.0], sorted((size for size in steps if size > 1), reverse=True)
     beside = min(singles, sum(steps[size] for size in large))
     loops = [-(-(singles - beside) // 2)]
@@ -120,24 +122,26 @@ def _num_trips(steps: Counter[float], pairs: int) -> int:
 def _sizes(
     config: PrefillConfig, tokens_E: NDArray[np.int64], tiles_E: NDArray[np.int64]
 ) -> list[float]:
-    """Return the row tiles of each visit; a short last one is half of one, where they are told."""
-    largest, R = largest_visit_of(config), config.tile_rows
+    """Return the row tiles of each work tile; a short last one is half of one, where they are
+    told.
+    """
+    largest, R = largest_work_tile_of(config), config.tile_rows
     found = []
     for tokens, tiles in zip(tokens_E.tolist(), tiles_E.tolist(), strict=True):
-        visits = -(-tiles // largest)
-        sizes = [float(len(range(k, tiles, visits))) for k in range(visits)]
+        work_tiles = -(-tiles // largest)
+        sizes = [float(len(range(k, tiles, work_tiles))) for k in range(work_tiles)]
         if tells_short(config) and sizes and sizes[-1] > 1 and 0 < tokens % R <= R // 2:
             sizes[-1] -= 0.5
         found += sizes
     return found
 
 
-def visit_ns(config: PrefillConfig, tiles: float, live_rows: float) -> float:
-    """Return an estimate of the time of a visit, in ns.
+def work_tile_ns(config: PrefillConfig, tiles: float, live_rows: float) -> float:
+    """Return an estimate of the time of a work tile, in ns.
 
     Args:
         config: what the kernel is compiled for.
-        tiles: row tiles of the visit; a short one is half of one.
+        tiles: row tiles of the work tile; a short one is half of one.
         live_rows: rows of a tile that hold a token.
     """
     loop, H, chip = config.loop, core_width(config), core(config.chip)

@@ -1,7 +1,7 @@
 """The stages of the prefill kernel on chip: turn, project in, project out, store.
 
-Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis; h, i
-partitions of a tile of H or I.
+Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate or hidden axis;
+h, i partitions of a tile of H or I.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from nki_kernels.prefill.config import (
     bias_terms,
     core_width,
     is_mx,
-    largest_visit_of,
+    largest_work_tile_of,
     part_tiles,
     stored_rows,
     stores_pieces,
@@ -102,7 +102,7 @@ def project_in(
         config, b: sizes and buffers.
         buffer: of the weights.
         beside: of their biases and scales.
-        s, j: visit and row tile.
+        s, j: work tile and row tile.
         part, h_part: of the intermediate and of the hidden axis.
         tile: of the part.
         rows: of the row tile.
@@ -191,7 +191,7 @@ def inner_turn(config: PrefillConfig, j: int, part: int, tile: int) -> int:
 
 def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer holds a row tile between the projections."""
-    return s % 2 * largest_visit_of(config) + j if config.shard.splits_h else j
+    return s % 2 * largest_work_tile_of(config) + j if config.shard.splits_h else j
 
 
 def _chain(

@@ -124,7 +124,7 @@ def prefill(rng: random.Random) -> tuple[Any, ...]:
         "missing": rng.choice(("skip", "skip", "spare")),
         "trips": rng.choice(("ahead", "alone")),
         "scaling": rng.choice(("none", "none", "pre", "post")),
-        "largest_visit": rng.choice((1, 2, 4)),
+        "largest_work_tile": rng.choice((1, 2, 4)),
         "chip": "trn3" if is_mx else "trn2",
         "weight_format": rng.choice(WORDS if is_mx else BYTES),
         "weight_parts": rng.choice((None, None, None, (1, 1), (1, 2), (2, 1), (2, 4), (0, 1))),

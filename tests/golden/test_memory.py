@@ -13,7 +13,7 @@ import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from neuron_moe.blocks import num_blocks
 from nki_kernels.common.memory import table_bytes
 from nki_kernels.common.token_tiles import split_tokens
-from nki_kernels.common.visits import VisitDims
+from nki_kernels.common.work_tiles import WorkTileDims
 from nki_kernels.decode.fit import sbuf_bytes as decode_bytes
 from nki_kernels.decode.layer_config import _front_bytes as front_bytes
 from nki_kernels.decode.memory import ends_table
@@ -22,7 +22,7 @@ from nki_kernels.index import BlockDims
 from nki_kernels.index.memory import listing_bytes
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
 from nki_kernels.index.token_lists import list_width
-from nki_kernels.index.visits import visit_bytes
+from nki_kernels.index.work_tiles import work_tile_bytes
 from nki_kernels.prefill.memory import sbuf_bytes as prefill_bytes
 from nki_kernels.route.memory import router_table
 from nki_kernels.route.memory import sbuf_bytes as router_bytes
@@ -35,10 +35,10 @@ from tests.nki_kernels.route import test_kernel as route
 FILE = Path(__file__).with_name("memory.json")
 # T, K, E, B: those where counts, lists or the inverse of the slots take most.
 LARGE = {"experts": (1, 1, 512, 128), "tokens": (8192, 4, 512, 32), "pairs": (4096, 16, 2, 256)}
-VISITS = {
-    "one-row": VisitDims(1, 1, 1, 32, False, 0),
-    "lanes": VisitDims(2, 3, 128, 32, False, 2),
-    "halves": VisitDims(2, 5, 700, 128, True, 0),
+WORK_TILES = {
+    "one-row": WorkTileDims(1, 1, 1, 32, False, 0),
+    "lanes": WorkTileDims(2, 3, 128, 32, False, 2),
+    "halves": WorkTileDims(2, 5, 700, 128, True, 0),
 }
 
 
@@ -55,10 +55,10 @@ def counted() -> Iterator[tuple[str, int]]:
             yield f"index-{name}-{cores}", index_bytes(T, K, dims, cores)
             tokens = split_tokens(T, 0, cores)
             width = list_width(tokens, K, dims, 1 / E, min(B, 128))
-            visits = VisitDims(cores, 4, 40, min(B, 128), False, 0)
-            yield f"index-listing-{name}-{cores}", listing_bytes(tokens, K, dims, width, visits)
-    for name, listed in VISITS.items():
-        yield f"index-visits-{name}", visit_bytes(listed, 40)
+            work_tiles = WorkTileDims(cores, 4, 40, min(B, 128), False, 0)
+            yield f"index-listing-{name}-{cores}", listing_bytes(tokens, K, dims, width, work_tiles)
+    for name, listed in WORK_TILES.items():
+        yield f"index-work-tiles-{name}", work_tile_bytes(listed, 40)
     for name, problem in prefill.CASES.items():
         yield f"prefill-{name}", prefill_bytes(problem.config())
     for name, decoded in decode.CASES.items():

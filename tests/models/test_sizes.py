@@ -9,6 +9,7 @@ from neuron_moe.models.dbrx import Model as Dbrx
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config
 from neuron_moe.models.deepseek_v3 import Model as DeepseekV3
 from neuron_moe.models.gpt_oss import GptOssConfig, Model
+from neuron_moe.models.loader import parse_config
 from neuron_moe.models.qwen3_5_moe import Model as Qwen35Moe
 from neuron_moe.models.qwen3_5_moe import Qwen35MoeConfig
 from neuron_moe.models.sizes import (
@@ -19,6 +20,7 @@ from neuron_moe.models.sizes import (
     rank_bytes,
     state_bytes,
 )
+from tests.models.families import FAMILIES
 
 # Model card, arXiv 2508.10925, table 1: active parameters leave the embedding out.
 PUBLISHED_ACTIVE = {"gpt_oss_20b": 3.61e9, "gpt_oss_120b": 5.13e9}
@@ -113,6 +115,11 @@ def test_a_recurrent_layer_keeps_a_state_of_each_sequence_and_nothing_of_a_token
     channels, memory = 2 * 16 * 128 + 32 * 128, 32 * 128 * 128
     assert state_bytes(model, Spread(tp=2), 2) == 30 * (3 * channels * 2 + memory * 4) // 2
     assert state_bytes(build("gpt_oss_20b")[0], Spread(), 2) == 0
+    file, config = parse_config(FAMILIES["nemotron_h-nano"].config(), "nemotron")
+    with torch.device("meta"):
+        other = file.Model(config)
+    whole, half = (state_bytes(other, Spread(tp=ranks), 2) for ranks in (1, 2))
+    assert 0 < whole == 2 * half
 
 
 BAD = {

@@ -485,9 +485,7 @@ def test_state_dict_keys_are_nxds() -> None:
     native = MoE(
         Router(RouterSpec(formula=formula, **sizes)),
         RoutedExperts(ExpertSpec(top_k=2, intermediate_size=10, formula=expert, **sizes)),
-        shared_experts.SharedExperts(
-            SharedSpec(hidden_size=12, intermediate_size=6, formula=ExpertFormula("silu"))
-        ),
+        shared_experts.SharedExperts(SharedSpec(hidden_size=12, intermediate_size=6)),
     )
     assert {key: tuple(value.shape) for key, value in native.state_dict().items()} == shapes
 

@@ -223,7 +223,7 @@ def test_explain_names_kernel_and_plan_of_prefill() -> None:
     told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
     assert (told.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
     assert "one kernel: router, index, routed experts, combine\n" in str(told)
-    assert "dynamic loop, block shards, visits of 1 row tiles" in str(told)
+    assert "dynamic loop, block shards, work tiles of 1 row tiles" in str(told)
     assert not any(
         "plan:" in note
         for note in build("torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes

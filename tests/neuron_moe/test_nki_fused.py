@@ -207,8 +207,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "affinities are normalised after routing",
     ),
     "shared-activation": (
-        {"shared": {**SHARED, "hidden_act": "tanh"}},
-        "hidden_act='tanh' of the shared experts",
+        {"shared": {**SHARED, "hidden_act": "leaky_relu"}},
+        "activation='leaky_relu', scale=1",
     ),
 }
 

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from neuron_moe.backends.nki import launch, operators
 from nki_kernels.combine import CombineDims
-from nki_kernels.index import NO_VISITS, BlockDims
+from nki_kernels.index import NO_WORK_TILES, BlockDims
 from nki_kernels.outputs import outputs_of
 from nki_sim.language import api as nl
 from tests.golden.layer_cases import case_names, draw_case, make_layer, run_step
@@ -77,7 +77,7 @@ def test_a_graph_is_told_what_an_operator_returns_before_any_launch(
         (told,) = made["combine"](2, slots_PSH, index_TK, torch.empty(5, 3), dims, *beside)
         assert isinstance(told, FakeTensor)
         assert (told.shape, told.dtype) == ((5, 64), torch.float16)
-        records = (BlockDims(num_experts=7, block_size=128, num_blocks=3), NO_VISITS)
+        records = (BlockDims(num_experts=7, block_size=128, num_blocks=3), NO_WORK_TILES)
         told = made["index_blocks"](1, index_TK, *map(operators.record_text, records))
     sizes = [(3 * 128,), (3 * 128,), (3,), (1,), (7,), (5, 3)]
     assert [(each.shape, each.dtype) for each in told] == [(size, torch.int32) for size in sizes]

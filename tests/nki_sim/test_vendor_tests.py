@@ -211,6 +211,7 @@ def test_packed_arrays_as_the_references_name_them_are_taken(name: str) -> None:
     packed = neuron_dtypes.static_cast(values, name)
     assert packed.dtype.names == (name,)
     got = nki_sim.run(kernel, packed).outputs
+    assert np.array_equal(nki_sim.run(kernel, got).outputs, got)
     word = neuron_dtypes.FORMATS[name].word
     assert np.array_equal(got.view(word), packed.view(word))
 

@@ -22,9 +22,10 @@ from neuron_moe import (
     RouterConfig,
     SharedExperts,
 )
+from neuron_moe.latent import Latent
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.placement import ExpertPlacement
-from neuron_moe.spec import ExpertFormula
+from neuron_moe.spec import ExpertFormula, LatentSpec
 
 E, K, H, I = 8, 2, 64, 32  # noqa: E741  the axis letters
 OWNERS = (
@@ -285,7 +286,7 @@ _TUNED = {
             "block_size": 64,
             "shard_plan": "balanced",
             "loop_plan": "sorted",
-            "visit": 2,
+            "work_tile": 2,
             "loaded_parts": [1, 1],
             "weight_buffers": 2,
             "weights": "plain",
@@ -387,6 +388,7 @@ PROBES: list[Probe] = [
     Probe("SharedExperts", "intermediate_size", 48),
     Probe("SharedExperts", "num_shared_experts", 2),
     Probe("SharedExperts", "hidden_act", "gelu"),
+    Probe("SharedExperts", "formula", ExpertFormula("tanh")),
     Probe("SharedExperts", "dtype", torch.float16),
     Probe("SharedExperts", "tensor_model_parallel_group", WORLD, _SPLIT, "ranks"),
     Probe("SharedExperts", "reduce_dtype", torch.bfloat16, place="tp"),
@@ -416,6 +418,7 @@ PROBES: list[Probe] = [
     Probe("ExpertMLPsV2", "placement", ExpertPlacement((*range(E), 0), 1, E)),
     Probe("ExpertMLPsV2", "strategy", "all_to_all", place="tp"),
     Probe("ExpertMLPsV2", "save_percent", 40),
+    Probe("MoE", "latent", Latent(LatentSpec(hidden_size=H, latent_size=H))),
     Probe("MoE", "router", None),
     Probe("MoE", "expert_mlps", None),
     Probe("MoE", "shared_experts", SharedExperts(**BASE["SharedExperts"])),

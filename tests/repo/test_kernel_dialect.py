@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import nki_sim
+from lab.check.kernels import NO_LIMITS, run_case
+from lab.check.precedent import case_params
+from lab.check.vendor_cases.case import Case
+from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
-from neuron_moe.tools.check.kernels import NO_LIMITS, run_case
-from neuron_moe.tools.check.precedent import case_params
-from neuron_moe.tools.check.vendor_cases.case import Case
-from neuron_moe.tools.chip.cases import SMALL
 from nki_sim.lint.linter import lint_file
 from nki_sim.lint.rules import DIALECTS, Dialect
 

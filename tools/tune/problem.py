@@ -141,7 +141,7 @@ class Problem:
             scaling="pre" if parts.spec.scales_input else "none",
         )
         formula, sizes = kernel_formula(parts.weights), prefill.expert_sizes(parts.weights)
-        search = Search(block_sizes=tuple(block_sizes), largest_visit=8)
+        search = Search(block_sizes=tuple(block_sizes), largest_work_tile=8)
         found = [
             self.point(candidate.block_size, candidate.request)
             for request in self._requests()
@@ -170,7 +170,7 @@ class Problem:
 
 
 def one_of_each(points: Sequence[Point]) -> list[Point]:
-    """Return points without those that cannot differ: other visits, and the same estimates."""
+    """Return points without those that cannot differ: other work tiles, and the same estimates."""
     found = dict[Any, Point]()
     for point in points:
         loop = point.config.loop

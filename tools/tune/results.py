@@ -126,7 +126,7 @@ def plan_cells(plan: dict[str, Any]) -> list[str]:
     gate_up, down = plan["loaded_parts"]
     return [
         str(plan["block_size"]),
-        f"{plan['shard_plan']}, {plan['loop_plan']}, work tiles of {plan['visit']}",
+        f"{plan['shard_plan']}, {plan['loop_plan']}, work tiles of {plan['work_tile']}",
         f"{plan['weights']}, {gate_up}x{plan['hidden_parts']}+{down} x {plan['weight_buffers']}",
     ]
 

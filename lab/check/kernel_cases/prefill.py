@@ -36,7 +36,7 @@ from nki_kernels.prefill import (
     blockwise_moe_ref,
     make_config,
     mx_form,
-    visits_of,
+    work_tiles_of,
 )
 from nki_sim import SimOptions
 
@@ -231,7 +231,7 @@ def launch(
         PrefillWork(p.block_size, token_of_slot.size, T, p.num_cores, scaling),
         request,
     )
-    visits = visits_of(config, token_of_slot, block_to_expert)
+    work_tiles = work_tiles_of(config, token_of_slot, block_to_expert)
     gate_up, down, optional = weights.gate_up, weights.down, weights.operands()
     if isinstance(weights, MxWeights):
         gate_up, down = weights.packed(mx_form(config))
@@ -245,7 +245,7 @@ def launch(
         gate_up,
         down,
         token_of_slot,
-        *visits,
+        *work_tiles,
         config,
         lnc=p.num_cores,
         options=options,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nki_kernels.combine import CombineDims, combine
-from nki_kernels.common.visits import VisitDims
+from nki_kernels.common.work_tiles import WorkTileDims
 from nki_kernels.decode import DecodeConfig, LayerConfig, decode_layer, decode_moe
 from nki_kernels.index import BlockDims, index_blocks
 from nki_kernels.layer import PrefillLayerConfig, prefill_layer
@@ -41,7 +41,7 @@ _KERNELS = (
 _ROOTS = (
     RouterConfig,
     BlockDims,
-    VisitDims,
+    WorkTileDims,
     PrefillConfig,
     CombineDims,
     DecodeConfig,

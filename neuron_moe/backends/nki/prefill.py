@@ -55,12 +55,12 @@ from nki_kernels.prefill import (
     best_parts,
     best_sum,
     blockwise_moe,
-    largest_visit_of,
+    largest_work_tile_of,
     make_config,
     output_tiles,
     rank_candidates,
     tells_short,
-    visit_dims,
+    work_tile_dims,
 )
 
 _OVERFLOW = (
@@ -76,13 +76,13 @@ class Compiled:
     Attributes:
         config: of blockwise_moe.
         dims: of index_blocks.
-        visits: of the lists of visits that index_blocks makes.
+        work_tiles: of the lists of work tiles that index_blocks makes.
         out: of combine.
     """
 
     config: Any
     dims: Any
-    visits: Any
+    work_tiles: Any
     out: Any
 
 
@@ -121,7 +121,7 @@ class PrefillPlan(RoutedPlan):
         out = replace(made.out, has_spoils=True)
         columns = columns_of(parts, self.step, made.config)
         config = PrefillLayerConfig(
-            None, made.dims, made.visits, made.config, out, given=given, columns=columns
+            None, made.dims, made.work_tiles, made.config, out, given=given, columns=columns
         )
         try:
             check_prefill_layer(config)
@@ -179,7 +179,7 @@ class PrefillPlan(RoutedPlan):
         index = Launch(
             index_blocks,
             num_cores,
-            {"dims": dims, "visits": made.visits},
+            {"dims": dims, "work_tiles": made.work_tiles},
             {"index_TK": Input("index", self._choices, "int32")},
             (
                 "slots",
@@ -188,8 +188,8 @@ class PrefillPlan(RoutedPlan):
                 "num_valid_blocks",
                 "tokens_per_expert",
                 "slot_of_pair",
-                "visit_expert",
-                "visit_tile",
+                "work_expert",
+                "work_row_tiles",
                 "class_trips",
             ),
         )
@@ -360,12 +360,12 @@ def compile_for(plan: PrefillPlan) -> Compiled:
     num_slots, scaling = blocks * block_size, _scaling(parts)
     work = PrefillWork(block_size, num_slots, num_tokens, tuning.num_cores, scaling)
     config = _fitting_config(plan, work, request)
-    dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
-    check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
+    dims, work_tiles = BlockDims(weights.num_experts, block_size, blocks), work_tile_dims(config)
+    check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, work_tiles)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
     stored_slots = output_tiles(config) * config.tile_rows
     check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
-    return Compiled(config, dims, visits, CombineDims(nl.bfloat16, True, request.missing))
+    return Compiled(config, dims, work_tiles, CombineDims(nl.bfloat16, True, request.missing))
 
 
 def _fitting_config(plan: PrefillPlan, work: PrefillWork, request: PlanRequest) -> PrefillConfig:
@@ -423,9 +423,9 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
         shard_plan=tuned.shard_plan,
         loop_plan=tuned.loop_plan,
         weight_parts=weight_parts,
-        largest_visit=tuned.visit,
+        largest_work_tile=tuned.work_tile,
         fit=LoopFit(
-            tuned.visit,
+            tuned.work_tile,
             *loaded,
             tuned.weight_buffers,
             tuned.hidden_parts,
@@ -445,7 +445,7 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         block_size=block_size,
         shard_plan=shard_plan,
         loop_plan="sorted" if loop.is_sorted else "dynamic" if loop.is_dynamic else "static",
-        visit=largest_visit_of(config),
+        work_tile=largest_work_tile_of(config),
         loaded_parts=(loop.in_parts, loop.out_parts),
         weight_buffers=loop.weight_buffers,
         weights="by parts" if loop.by_parts else "plain",

@@ -32,7 +32,7 @@ from nki_kernels.layer import (
     check_prefill_layer,
     make_shared_config,
     prefill_layer,
-    shared_visits,
+    shared_work_tiles,
 )
 from nki_kernels.prefill import ExpertSizes, PrefillConfig, stored_parts
 
@@ -85,7 +85,7 @@ class PrefillLayerPlan(PrefillPlan):
         config = PrefillLayerConfig(
             replace(router, returns_logits=False, has_gate=self._is_gated),
             made.dims,
-            made.visits,
+            made.work_tiles,
             made.config,
             out,
             parts.returns_routing,
@@ -142,16 +142,16 @@ class PrefillLayerPlan(PrefillPlan):
         }
 
     def _shared_operands(self) -> dict[str, Tensor]:
-        """Return matrices and visits of shared experts, made once."""
+        """Return matrices and work tiles of shared experts, made once."""
         shared, config = self.parts.shared, self.config.shared
         if shared is None:
             return {}
         make = partial(_shared_matrices, shared, config)
         gate_up, down = self.parts.forms.get(f"layer shared {stored_parts(config)}", make)
-        names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+        names = ("shared_work_expert", "shared_work_row_tiles", "shared_trips")
         lists = {
             name: numbers_near(torch.from_numpy(array), down)
-            for name, array in zip(names, shared_visits(config), strict=True)
+            for name, array in zip(names, shared_work_tiles(config), strict=True)
         }
         operands = {"shared_gate_up": gate_up, "shared_down": down, **lists}
         gate = shared.shared_expert_gate

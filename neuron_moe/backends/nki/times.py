@@ -30,7 +30,7 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.common.rank_sums import ALONE, RankSum
 from nki_kernels.decode import check_layer_form, decode_layer
 from nki_kernels.index import index_blocks
-from nki_kernels.layer import check_prefill_layer, prefill_layer, shared_visits
+from nki_kernels.layer import check_prefill_layer, prefill_layer, shared_work_tiles
 from nki_kernels.prefill import blockwise_moe, matrix_shapes
 from nki_kernels.route import route
 from nki_sim import SimOptions, TensorSpec
@@ -242,7 +242,7 @@ def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_
         TensorSpec(gate_up, config.weight_format),
         TensorSpec(down, config.weight_format),
         slots,
-        *shared_visits(config),
+        *shared_work_tiles(config),
         config,
         lnc=config.num_cores,
         options=options,

@@ -30,14 +30,14 @@ from neuron_moe.plan import Step
 from neuron_moe.tools.timing.layers import Model, choose_experts
 from neuron_moe.tools.timing.plans import experts_parts
 from nki_kernels.combine import CombineDims, combine
-from nki_kernels.common.visits import sizes_of
+from nki_kernels.common.work_tiles import sizes_of
 from nki_kernels.prefill import (
     ExpertSizes,
     PrefillWork,
     blockwise_moe,
     make_config,
     matrix_shapes,
-    visits_of,
+    work_tiles_of,
 )
 from nki_kernels.prefill.config import LoopFit, PrefillConfig, with_loop
 from nki_kernels.prefill.fit import best_loop
@@ -62,7 +62,7 @@ BLOCK_SIZE = 128
 MIXTRAL_WITHIN = 0.08
 WINDOW = ScheduleModel(order="list", window=512)
 OVERLAP = ScheduleModel(order="list", window=512, vector_overlaps=True)
-AUDITED = LoopFit(visit=4, in_parts=1, out_parts=1, weight_buffers=2)
+AUDITED = LoopFit(work_tile=4, in_parts=1, out_parts=1, weight_buffers=2)
 KEEP = "shard_on_block B=128 keep"
 
 
@@ -120,9 +120,9 @@ def configured(model: Model, choices: Any) -> PrefillConfig:
     config = make_config(kernel_formula(parts.weights), sizes, work, request)
     if request.weight_parts is not None:
         return config
-    asked = replace(request, largest_visit=AUDITED.visit, fit=AUDITED)
-    visits = replace(config.loop, classes=sizes_of(AUDITED.visit, False))
-    best = best_loop(replace(config, loop=visits), asked, np.array([BLOCK_SIZE]))
+    asked = replace(request, largest_work_tile=AUDITED.work_tile, fit=AUDITED)
+    work_tiles = replace(config.loop, classes=sizes_of(AUDITED.work_tile, False))
+    best = best_loop(replace(config, loop=work_tiles), asked, np.array([BLOCK_SIZE]))
     return with_loop(config, replace(best.loop, first_buffers=1, piece_rows=1))
 
 
@@ -133,15 +133,15 @@ def launch_ours(model: Model, choices: Any, config: PrefillConfig) -> nki_sim.Ru
     slots, pair = mapping.token_position_to_id.numpy(), mapping.pair_of_slot.numpy()
     slot_of_pair = np.zeros(T * K, np.int32)
     slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
-    visits = visits_of(config, slots, mapping.block_to_expert.numpy())
-    names = ("visit_expert", "visit_tile", "class_trips")
+    work_tiles = work_tiles_of(config, slots, mapping.block_to_expert.numpy())
+    names = ("work_expert", "work_row_tiles", "class_trips")
     gate_up, down = matrix_shapes(config)
     operands: dict[str, Any] = {
         "hidden": TensorSpec((T, model.H), "bfloat16"),
         "slots": slots,
         "gate_up": TensorSpec(gate_up, "bfloat16"),
         "down": TensorSpec(down, "bfloat16"),
-        **dict(zip(names, visits, strict=True)),
+        **dict(zip(names, work_tiles, strict=True)),
     }
     if config.formula.has_gate_up_bias:
         operands["gate_up_bias"] = TensorSpec((model.E, 2 * model.I), "float32")

@@ -20,7 +20,9 @@ def test_counted_and_carried_bytes_are_those_of_the_formulas(
     rows = {(row["ep"], row["way"]): row for row in report["rows"]}
     assert len(rows) == 2 * 4
     for (_, way), row in rows.items():
-        sampling = 0.05 if way == "all-to-all" else 0.001  # which ranks 256 tokens happen to visit
+        sampling = (
+            0.05 if way == "all-to-all" else 0.001
+        )  # which ranks 256 tokens happen to work tile
         assert row["counted_bytes"] == pytest.approx(row["formula_bytes"], rel=sampling)
     even = rows[2, "all-reduce"]
     assert even["socket_bytes"] == pytest.approx(even["counted_bytes"], rel=0.02)

@@ -169,7 +169,7 @@ def test_some_ranks_of_models_have_no_hit() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"experts": 40, "top_k": None}, "K 40 -> 16"),
+        ({"experts": 40, "top_k": None}, "K 40 -> 32"),
         ({"tokens": 300, "experts": 1, "top_k": 1}, "T 300 -> 256 to fit"),
         ({"dtype": "float16"}, "float16 -> bfloat16"),
         ({"hidden": 250}, "H 250 -> 256"),

@@ -31,7 +31,7 @@ from tests.nki_kernels.index import test_kernel as index_tests
 from tests.nki_kernels.prefill.cases import Prefill
 
 ROOT = Path(__file__).parents[3]
-# Visits without tiles compute with what nobody wrote, and slots of padding are returned unwritten.
+# Work tiles without rows compute with what nobody wrote; slots of padding are returned unwritten.
 ALLOWED = {"uninitialized", "output"}
 HOLDERS = ("nki_kernels", "tests")  # modules that may hold functions of kernels
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside
@@ -143,7 +143,7 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
     "combine": combined,
 }
 TABLES, STAGES = "prefill/buffers.py", "prefill/stages.py"
-VISITS, APART, LOADS = "prefill/kernel.py", "prefill/exchange.py", "prefill/loads.py"
+WORK_TILES, APART, LOADS = "prefill/kernel.py", "prefill/exchange.py", "prefill/loads.py"
 LIST, TRIPS, OUT, ENDS = "decode/list.py", "decode/trips.py", "decode/out.py", "decode/ends.py"
 MAPPING, INVERSE, COMBINE = "index/kernel.py", "index/slot_inverse.py", "combine/kernel.py"
 E, RACE = "UninitializedRead uninitialized", "RaceError race"
@@ -171,27 +171,27 @@ FAULTS: dict[str, Fault] = {
         "nisa.tensor_copy|output = nl.ndarray",
     ),
     "both-cores-take-one-lane": Fault(
-        "prefill", VISITS, "else nl.program_id(0)\n", "else 0\n", RACE
+        "prefill", WORK_TILES, "else nl.program_id(0)\n", "else 0\n", RACE
     ),
     "first-tile-not-turned": Fault(
         "prefill",
-        VISITS,
-        "        turn_rows(config, b, following, 0, config.tile_rows)\n    # This visit",
-        "        pass\n    # This visit",
+        WORK_TILES,
+        "        turn_rows(config, b, following, 0, config.tile_rows)\n    # This work tile",
+        "        pass\n    # This work tile",
         E,
         "nisa.",
     ),
     "first-rows-not-gathered": Fault(
         "prefill",
-        VISITS,
+        WORK_TILES,
         "    gather_rows(config, b, x, share, 0, 0)\n    start_scales",
         "    start_scales",
         E,
         "nisa.",
     ),
-    "next-visit-not-looked-up": Fault(
+    "next-work-tile-not-looked-up": Fault(
         "prefill",
-        VISITS,
+        WORK_TILES,
         "    look_ahead(config, b, s)\n    gather",
         "    gather",
         E,
@@ -199,15 +199,15 @@ FAULTS: dict[str, Fault] = {
     ),
     "gathered-before-it-is-looked-up": Fault(
         "prefill",
-        VISITS,
-        "    start_visits(config, b)\n    gather_rows(config, b, x, share, 0, 0)\n",
-        "    gather_rows(config, b, x, share, 0, 0)\n    start_visits(config, b)\n",
+        WORK_TILES,
+        "    start_work_tiles(config, b)\n    gather_rows(config, b, x, share, 0, 0)\n",
+        "    gather_rows(config, b, x, share, 0, 0)\n    start_work_tiles(config, b)\n",
         E,
         "nisa.",
     ),
     "next-weights-not-loaded": Fault(
         "prefill",
-        VISITS,
+        WORK_TILES,
         "        _load_part(config, b, x, share, s, part + config.loop.weight_buffers)",
         "        pass",
         E,
@@ -215,8 +215,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "weights-of-this-expert-again": Fault(
         "prefill",
-        VISITS,
-        "share, b.expert[visit], s, step)",
+        WORK_TILES,
+        "share, b.expert[work_tile], s, step)",
         "share, b.expert[s], s, step)",
         E,
         "nisa.",
@@ -298,9 +298,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "one-trip-less": Fault(
         "prefill, dynamic",
-        VISITS,
-        "nl.fori_loop(0, trips, two_visits)",
-        "nl.fori_loop(1, trips, two_visits)",
+        WORK_TILES,
+        "nl.fori_loop(0, trips, two_work_tiles)",
+        "nl.fori_loop(1, trips, two_work_tiles)",
         "output",
         "output = nl.ndarray",
     ),
@@ -349,9 +349,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "sums-begin-anew": Fault(
         "index",
-        MAPPING,
-        "stationary=ones_sb, moving=moving, accumulate=tile > 0",
-        "stationary=ones_sb, moving=moving, accumulate=False",
+        INVERSE,
+        "marked[term], moving, accumulate or term > 0)",
+        "marked[term], moving, False)",
         ADDS,
         "nisa.nc_matmul",
     ),

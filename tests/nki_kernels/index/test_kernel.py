@@ -21,7 +21,7 @@ from nki_kernels.index.check import MOST
 from nki_kernels.index.memory import sbuf_bytes
 from nki_kernels.index.slot_inverse import invert_weights, store_flat
 from nki_kernels.index.token_search import Meanwhile
-from nki_kernels.index.visits import _store_lane
+from nki_kernels.index.work_tiles import _store_lane
 from nki_sim import SimOptions, TensorSpec, isa
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
@@ -205,23 +205,25 @@ def test_both_halves_together_store_a_flat_tensor_once(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visits", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3), (131, 3)]
+    ("work_tiles", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3), (131, 3)]
 )
-def test_the_values_of_a_lane_are_stored_once(visits: int, size: int) -> None:
-    width = -(-visits // 128) * size
+def test_the_values_of_a_lane_are_stored_once(work_tiles: int, size: int) -> None:
+    width = -(-work_tiles // 128) * size
     values = np.arange(128 * width, dtype=np.float32).reshape(128, width)
 
     def store(values_hbm: nl.ndarray) -> nl.ndarray:
-        lists = nl.ndarray((2, visits, size), nl.int32, buffer=nl.shared_hbm)
+        lists = nl.ndarray((2, work_tiles, size), nl.int32, buffer=nl.shared_hbm)
         values_sb = nl.ndarray((128, width), nl.float32)
         isa.dma_copy(values_sb, values_hbm)
-        _store_lane(lists, values_sb, nl.program_id(0), visits, size)
+        _store_lane(lists, values_sb, nl.program_id(0), work_tiles, size)
         return lists
 
     run = nki_sim.run(store, values, lnc=2)
-    np.testing.assert_array_equal(run.outputs[1].reshape(-1), values.reshape(-1)[: visits * size])
+    np.testing.assert_array_equal(
+        run.outputs[1].reshape(-1), values.reshape(-1)[: work_tiles * size]
+    )
     assert run.findings == []
-    assert measured_cost(run.trace).written_bytes == 4 * 2 * visits * size
+    assert measured_cost(run.trace).written_bytes == 4 * 2 * work_tiles * size
 
 
 REFUSED = {

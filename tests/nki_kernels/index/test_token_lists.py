@@ -7,7 +7,7 @@ import pytest
 
 import nki_sim
 from nki_kernels.common.token_tiles import TokenTiles, load_per_token, split_tokens, store_per_token
-from nki_kernels.common.visits import row_runs
+from nki_kernels.common.work_tiles import row_runs
 from nki_kernels.index import BlockDims
 from nki_kernels.index.cost import rank_columns
 from nki_kernels.index.token_lists import (

@@ -16,8 +16,8 @@ from nki_kernels.combine import CombineDims
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.token_tiles import split_tokens
-from nki_kernels.common.visits import VisitLists, list_visits, tiles_from_both_sides
 from nki_kernels.common.weight_formats import split_parts
+from nki_kernels.common.work_tiles import WorkTileLists, list_work_tiles, tiles_from_both_sides
 from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
 from nki_kernels.index import BlockDims, index_blocks_ref
 from nki_kernels.layer import (
@@ -26,7 +26,7 @@ from nki_kernels.layer import (
     cost_prefill_layer,
     make_shared_config,
     prefill_layer,
-    shared_visits,
+    shared_work_tiles,
 )
 from nki_kernels.layer.config import loads_ahead
 from nki_kernels.prefill import (
@@ -36,7 +36,7 @@ from nki_kernels.prefill import (
     PrefillWork,
     make_config,
     stored_parts,
-    visit_dims,
+    work_tile_dims,
 )
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
@@ -127,7 +127,7 @@ class Case:
         return PrefillLayerConfig(
             router,
             dims,
-            visit_dims(experts),
+            work_tile_dims(experts),
             experts,
             out,
             self.returns_routing,
@@ -267,7 +267,7 @@ def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[st
     if arrays.shared is None or config.shared is None:
         return {}
     gate_IH, up_IH, down_HI = arrays.shared
-    names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+    names = ("shared_work_expert", "shared_work_row_tiles", "shared_trips")
     gate_up = np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None]
     down = np.ascontiguousarray(down_HI.T)[None]
     if config.shared.loop.by_parts:
@@ -276,7 +276,7 @@ def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[st
     return {
         "shared_gate_up": gate_up,
         "shared_down": down,
-        **dict(zip(names, shared_visits(config.shared), strict=True)),
+        **dict(zip(names, shared_work_tiles(config.shared), strict=True)),
         "shared_gate": None if arrays.shared_gate_H is None else arrays.shared_gate_H[None],
     }
 
@@ -380,7 +380,7 @@ def test_first_weights_that_come_early_change_no_bit(
 
 
 def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> None:
-    fit = LoopFit(visit=3, in_parts=1, out_parts=1, weight_buffers=2)
+    fit = LoopFit(work_tile=3, in_parts=1, out_parts=1, weight_buffers=2)
     case = Case(T=170, H=128, N=2, E=2, B=64, fit=fit)
     arrays, config = draw_arrays(case), case.config()
     operands = operands_of(case, arrays, config)
@@ -514,8 +514,8 @@ def cost_of(
     return cost_prefill_layer(config, lists, slots, num_passes=num_passes)
 
 
-def _lists_of(config: PrefillLayerConfig, index_TK: Any) -> VisitLists:
-    """Return the visits of a launch, whose cores fill up experts' tiles from both sides."""
+def _lists_of(config: PrefillLayerConfig, index_TK: Any) -> WorkTileLists:
+    """Return the work tiles of a launch, whose cores fill up experts' tiles from both sides."""
     E, experts = config.dims.num_experts, config.experts
     cores = experts.num_cores
     rows = [split_tokens(len(index_TK), core, cores) for core in range(cores)]
@@ -527,8 +527,8 @@ def _lists_of(config: PrefillLayerConfig, index_TK: Any) -> VisitLists:
     blocks_E = -(-counts_2E.sum(0) // config.dims.block_size)
     first_E = (blocks_E.cumsum() - blocks_E) * (config.dims.block_size // experts.tile_rows)
     tiles = tiles_from_both_sides(*counts_2E, first_E, experts.tile_rows)
-    return list_visits(
-        tiles, config.visits, num_tiles=experts.num_tiles, num_experts=config.dims.num_experts
+    return list_work_tiles(
+        tiles, config.work_tiles, num_tiles=experts.num_tiles, num_experts=config.dims.num_experts
     )
 
 

@@ -14,8 +14,8 @@ from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits, num_projections
-from nki_kernels.common.visits import VisitLists
 from nki_kernels.common.weight_formats import bias_terms, split_parts, three_terms
+from nki_kernels.common.work_tiles import WorkTileLists
 from nki_kernels.prefill import (
     ExpertSizes,
     PlanRequest,
@@ -26,7 +26,7 @@ from nki_kernels.prefill import (
     check_blockwise_moe,
     make_config,
     stored_parts,
-    visits_of,
+    work_tiles_of,
 )
 from nki_kernels.prefill.config import with_loop
 from tests.nki_kernels.routings import choose_experts, sizes_in
@@ -142,21 +142,21 @@ class Prefill:
         config = make_config(*self.records())
         return with_loop(config, replace(config.loop, **self.loop))
 
-    def visits(self, config: PrefillConfig) -> VisitLists:
-        """Return the visits."""
-        return visits_of(config, self.slots, self.block_to_expert)
+    def work_tiles(self, config: PrefillConfig) -> WorkTileLists:
+        """Return the work tiles."""
+        return work_tiles_of(config, self.slots, self.block_to_expert)
 
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator; return the run."""
         config = self.config()
-        visits, optional = self.visits(config), self.optional(config)
+        work_tiles, optional = self.work_tiles(config), self.optional(config)
         operands = self.hidden_TH, *self.weights(config), self.slots
         named = dict(zip(("hidden", "gate_up", "down", "slots"), operands, strict=True))
-        check_blockwise_moe(config, visits, named | optional)
+        check_blockwise_moe(config, work_tiles, named | optional)
         return nki_sim.run(
             blockwise_moe,
             *operands,
-            *visits,
+            *work_tiles,
             config,
             lnc=config.num_cores,
             options=sim_options,

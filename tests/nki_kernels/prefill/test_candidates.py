@@ -24,14 +24,14 @@ from nki_kernels.prefill import (
     blockwise_moe,
     make_config,
     rank_candidates,
-    visits_of,
+    work_tiles_of,
 )
 from nki_kernels.prefill.candidates import expect_tokens, most_blocks
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.time.schedule_model import CORNERS
 
 OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
-CLOSE = 1.08  # of the fastest plan's simulated time, for launches of a few visits
+CLOSE = 1.08  # of the fastest plan's simulated time, for launches of a few work tiles
 WORTH_SIMULATING = 1.35  # by estimate, against the best
 
 SHAPES = {  # hidden, intermediate, experts, tokens, choices
@@ -68,7 +68,7 @@ def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
         TensorSpec((E, H, 2 * I), "bfloat16"),
         TensorSpec((E, I, H), "bfloat16"),
         slots,
-        *visits_of(config, slots, mapping.block_to_expert.numpy()),
+        *work_tiles_of(config, slots, mapping.block_to_expert.numpy()),
         config,
         lnc=2,
         options=OPTIONS,
@@ -83,7 +83,7 @@ def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
 def test_the_best_candidate_is_about_the_fastest(name: str) -> None:
     H, I, E, T, K = shape = SHAPES[name]  # noqa: E741  the axis letter
     ranked = rank_candidates(ExpertFormula(), ExpertSizes(H, I, E), Expected(num_tokens=T, top_k=K))
-    # Visits of four and five differ where experts have more tiles than these.
+    # Work tiles of four and five differ where experts have more tiles than these.
     plans: dict[tuple[str, int], Candidate] = {}
     for candidate in ranked:
         plans.setdefault((candidate.request.shard_plan, candidate.block_size), candidate)
@@ -98,15 +98,15 @@ def test_the_best_candidate_is_about_the_fastest(name: str) -> None:
     assert len({candidate.request.shard_plan for candidate in ranked}) >= 2
 
 
-def test_visits_are_no_larger_than_asked() -> None:
+def test_work_tiles_are_no_larger_than_asked() -> None:
     def largest(most: int) -> int:
         ranked = rank_candidates(
             ExpertFormula(),
             ExpertSizes(2048, 512, 8),
             Expected(num_tokens=8 * 128 * 5 - 400, top_k=1, routing=(1.0,) * 8),
-            search=Search(block_sizes=(128,), largest_visit=most),
+            search=Search(block_sizes=(128,), largest_work_tile=most),
         )
-        return max(each.request.largest_visit for each in ranked)
+        return max(each.request.largest_work_tile for each in ranked)
 
     assert largest(2) == 2
     assert 2 < largest(5) <= 5
@@ -126,7 +126,7 @@ def test_a_tile_of_a_few_rows_is_computed_by_half_where_that_is_faster() -> None
     assert simulate(shape, best) < 0.97 * simulate(shape, whole)
 
 
-def test_choices_of_other_ranks_make_the_sum_longer_and_no_visits() -> None:
+def test_choices_of_other_ranks_make_the_sum_longer_and_no_work_tiles() -> None:
     sizes, one_of_eight = ExpertSizes(512, 128, 4), Expected(num_tokens=2048, top_k=8, share=0.125)
     assert one_of_eight.num_pairs == 2048
     alone, among_others = (

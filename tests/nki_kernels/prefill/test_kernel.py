@@ -133,7 +133,7 @@ CASES = {
             }
         },
         "T600-H128-I96-E2-K2-sorted-skip-pre": {
-            "options": {"skip_weights": True, "scaling": "pre", "largest_visit": 2}
+            "options": {"skip_weights": True, "scaling": "pre", "largest_work_tile": 2}
         },
         "T140-H128-I96-E4-K2-B64-intermediate": {
             "has_bias": True,
@@ -192,7 +192,7 @@ def check(problem: Prefill, options: SimOptions | None = None) -> None:
     allowed = np.abs(problem.torch_slots() - expected)
     assert error.max() <= WORST_FACTOR * allowed.max()
     assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
-    cost = cost_blockwise_moe(config, problem.visits(config), problem.slots)
+    cost = cost_blockwise_moe(config, problem.work_tiles(config), problem.slots)
     assert cost == measured_cost(run.trace)
     assert run.sbuf_peak_bytes <= sbuf_bytes(config)
 
@@ -233,7 +233,7 @@ def test_unwritten_memory_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("scaling", ["none", "pre", "post"])
-def test_entries_of_later_visits_come_after_the_first(
+def test_entries_of_later_work_tiles_come_after_the_first(
     scaling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nki_kernels.prefill.config._FIRST_ENTRIES", 8)
@@ -395,9 +395,9 @@ REFUSED = {
     "hidden": ({"H": 8192, "I": 4096, "shard_plan": "hidden"}, r"shard_plan='hidden': experts"),
     "hidden-skip": (
         {"shard_plan": "hidden", "skip_weights": True},
-        r"skip_weights=True, shard_plan='hidden': two visits are in flight",
+        r"skip_weights=True, shard_plan='hidden': two work tiles are in flight",
     ),
-    "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
+    "tiles": ({"largest_work_tile": 0}, r"largest_work_tile=0: must be at least 1"),
     "no-H": ({"H": 0}, r"H=0: must be a positive multiple of 64"),
     "H-65": ({"H": 65}, r"H=65: must be a positive multiple of 64"),
     "no-slots": ({"num_slots": 0}, r"num_slots=0: must be a positive multiple of block_size"),
@@ -439,7 +439,7 @@ def test_limits_are_reached() -> None:
         num_slots=BLOCK_SIZES[0],
         num_tokens=1,
         num_cores=1,
-        largest_visit=1,
+        largest_work_tile=1,
     )
     assert (least.H, least.I, least.E, least.num_tiles, least.num_cores) == (64, 1, 1, 1, 1)
     sizes = {"H": 128, "I": 45, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
@@ -459,7 +459,7 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         "down": problem.down_codes,
         "slots": problem.slots,
     }
-    check_blockwise_moe(config, problem.visits(config), good)
+    check_blockwise_moe(config, problem.work_tiles(config), good)
     for name, bad, message in (
         ("hidden", problem.hidden_TH[:, :64], r"hidden \[64, 64\]: must be \[64, 192\]"),
         ("hidden", problem.hidden_TH.astype(np.float32), r"hidden float32: must be bfloat16"),
@@ -468,13 +468,13 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         ("down_bias", problem.slots, r"down_bias: not expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_blockwise_moe(config, problem.visits(config), {**good, name: bad})
-    visits = problem.visits(config)
-    fewer = visits._replace(visit_tile_CVG=visits.visit_tile_CVG[:, :-1])
-    with pytest.raises(ValueError, match=r"visits \[.*\]: must be \[.*\]. Use visits_of"):
+            check_blockwise_moe(config, problem.work_tiles(config), {**good, name: bad})
+    work_tiles = problem.work_tiles(config)
+    fewer = work_tiles._replace(work_row_tiles_CVG=work_tiles.work_row_tiles_CVG[:, :-1])
+    with pytest.raises(ValueError, match=r"work tiles \[.*\]: must be \[.*\]. Use work_tiles_of"):
         check_blockwise_moe(config, fewer, good)
     with pytest.raises(ValueError, match="gate_up: missing"):
-        check_blockwise_moe(config, problem.visits(config), {"hidden": problem.hidden_TH})
+        check_blockwise_moe(config, problem.work_tiles(config), {"hidden": problem.hidden_TH})
 
 
 def _recode(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:

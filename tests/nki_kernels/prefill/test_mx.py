@@ -56,7 +56,7 @@ def check(problem: MxPrefill, options: SimOptions | None = None) -> np.ndarray[A
     loss = _rms(quantized - exact)
     assert _rms(actual - quantized) <= RMS * loss
     assert _rms(actual - exact) <= RMS_FACTOR * loss
-    cost = cost_blockwise_moe(config, problem.visits(config), problem.slots)
+    cost = cost_blockwise_moe(config, problem.work_tiles(config), problem.slots)
     assert measured_cost(run.trace) == cost
     return np.asarray(actual)
 

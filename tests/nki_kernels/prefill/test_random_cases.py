@@ -35,7 +35,7 @@ def drawn(rng: random.Random) -> Prefill:
             "loop_plan": rng.choice(("sorted", "sorted", "dynamic", "static")),
             "in_halves": rng.random() < 0.2,
             "skip_weights": rng.random() < 0.2,
-            "largest_visit": rng.choice((1, 2, 4)),
+            "largest_work_tile": rng.choice((1, 2, 4)),
             "fetches": rng.choice(("copy", "copy", "dma")),
             "stores": rng.choice(("rows", "rows", "tiles")),
             "missing": rng.choice(("skip", "skip", "spare")),

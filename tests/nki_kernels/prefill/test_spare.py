@@ -90,4 +90,4 @@ def test_the_cost_of_spare_transfers_is_not_guessed() -> None:
     problem = problem_of("one-token")
     config = problem.config()
     with pytest.raises(ValueError, match="missing='spare': is counted by the trace"):
-        cost_blockwise_moe(config, problem.visits(config), problem.slots)
+        cost_blockwise_moe(config, problem.work_tiles(config), problem.slots)

@@ -179,7 +179,7 @@ tp: {tp}
 ep: 1
 lnc: 2
 prefill:
-- {{tokens: 2048, block_size: 64, shard_plan: balanced, loop_plan: sorted, visit: 4,
+- {{tokens: 2048, block_size: 64, shard_plan: balanced, loop_plan: sorted, work_tile: 4,
    loaded_parts: [1, 1], weight_buffers: 2, weights: plain}}
 """
     path = tmp_path / "tuned.yaml"

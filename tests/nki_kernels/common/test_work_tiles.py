@@ -1,4 +1,4 @@
-"""Visits: every row tile once, cores in lock step, no more room than any routing needs."""
+"""Work tiles: every row tile once, cores in lock step, no more room than any routing needs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_kernels.common.visits import (
+from nki_kernels.common.work_tiles import (
     LiveTiles,
-    VisitDims,
-    list_visits,
+    WorkTileDims,
+    list_work_tiles,
     loops_of,
-    max_visits,
+    max_work_tiles,
     no_tile,
     sizes_of,
     tiles_of,
@@ -37,38 +37,38 @@ def test_every_tile_is_visited_once(
 ) -> None:
     num_experts, num_tiles = len(counts), sum(counts) + 3
     classes = sizes_of(largest, tells_short)
-    num_visits = max_visits(num_tiles, num_experts, lanes, largest)
+    num_work_tiles = max_work_tiles(num_tiles, num_experts, lanes, largest)
     expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
     tile = np.arange(len(expert), dtype=np.int32)
     is_last = np.diff(expert, append=num_experts) != 0
     is_short = is_last & np.array([data.draw(st.booleans()) for _ in tile], bool)
-    dims = VisitDims(lanes, largest, num_visits, 128, in_halves, 0, tells_short)
+    dims = WorkTileDims(lanes, largest, num_work_tiles, 128, in_halves, 0, tells_short)
     tiles = LiveTiles(tile, expert, is_short)
-    lists = list_visits(tiles, dims, num_tiles=num_tiles, num_experts=num_experts)
+    lists = list_work_tiles(tiles, dims, num_tiles=num_tiles, num_experts=num_experts)
     seen, step = [], 0
     for sizes, trips in zip(loops_of(classes), lists.class_trips_1L[0].tolist(), strict=True):
-        for visit in range(step, step + 2 * trips):
-            size = sizes[(visit - step) % 2]
+        for work_tile in range(step, step + 2 * trips):
+            size = sizes[(work_tile - step) % 2]
             for lane in range(lanes):
-                places = lists.visit_tile_CVG[lane, visit]
+                places = lists.work_row_tiles_CVG[lane, work_tile]
                 used = places[places != no_tile(num_tiles)]
                 assert len(used) <= tiles_of(size)
                 if size % 2 and len(used) == tiles_of(size):
                     assert is_short[used[-1]]
                 assert (places[: len(used)] == used).all()
-                assert (expert[used] == lists.visit_expert_CV[lane, visit]).all()
+                assert (expert[used] == lists.work_expert_CV[lane, work_tile]).all()
                 seen += used.tolist()
         step += 2 * trips
     assert sorted(seen) == tile.tolist()
-    # The kernel reads the plan two visits ahead.
-    assert step + 2 <= lists.visit_expert_CV.shape[1]
-    assert (lists.visit_expert_CV[:, step:] == num_experts).all()
+    # The kernel reads the plan two work tiles ahead.
+    assert step + 2 <= lists.work_expert_CV.shape[1]
+    assert (lists.work_expert_CV[:, step:] == num_experts).all()
 
 
 def test_two_cores_share_a_hot_expert() -> None:
     expert = np.zeros(40, np.int32)
-    dims = VisitDims(2, 4, max_visits(48, 8, 2, 4), 128, False, 0)
+    dims = WorkTileDims(2, 4, max_work_tiles(48, 8, 2, 4), 128, False, 0)
     tiles = LiveTiles(np.arange(40, dtype=np.int32), expert, np.zeros(40, bool))
-    lists = list_visits(tiles, dims, num_tiles=48, num_experts=8)
-    per_lane = (lists.visit_tile_CVG < no_tile(48)).sum(axis=(1, 2))
+    lists = list_work_tiles(tiles, dims, num_tiles=48, num_experts=8)
+    per_lane = (lists.work_row_tiles_CVG < no_tile(48)).sum(axis=(1, 2))
     assert per_lane.tolist() == [20, 20]

@@ -1,16 +1,16 @@
-"""Visits: which row tiles a core of the prefill kernel computes with one load of weights.
+"""Work tiles: which row tiles a core of the prefill kernel computes with one load of weights.
 
-A *row tile* is R = min(B, 128) consecutive slots of one block. A *visit* is up to G row tiles of
-one expert that a core computes with one load of the expert's weights. Its *size* is counted in half
-tiles: a last tile that is at most half full counts one, where short tiles are told apart. Visits of
-two cores run in lock step: visit v of both cores has the same size (what is missing are dummies
-that move no data), because both cores must take the same trips of a dynamic loop.
+A *row tile* is R = min(B, 128) consecutive slots of one block. A *work tile* is up to G row tiles
+of one expert that a core computes with one load of the expert's weights. Its *size* is counted in
+half tiles: a last tile that is at most half full counts one, where short tiles are told apart. Work
+tiles of two cores run in lock step: work tile v of both cores has the same size (what is missing
+are dummies that move no data), because both cores must take the same trips of a dynamic loop.
 
 Everything here is data for one kernel body: which tiles, in which order, on which core. The host
-makes it with `list_visits`, the device with `index_blocks`.
+makes it with `list_work_tiles`, the device with `index_blocks`.
 
-Axes: E experts, B slots in a block, R rows in a tile, C cores (lanes), V visits of a core, G tiles
-in a visit.
+Axes: E experts, B slots in a block, R rows in a tile, C cores (lanes), V work tiles of a core, G
+tiles in a work tile.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from nki.language import NKIObject
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-_SINGLE = 2  # the size of a visit of one tile
+_SINGLE = 2  # the size of a work tile of one tile
 
 
 @dataclass(frozen=True)
-class VisitDims(NKIObject):
-    """How row tiles become visits; compile-time constants, the same on host and device.
+class WorkTileDims(NKIObject):
+    """How row tiles become work tiles; compile-time constants, the same on host and device.
 
     Attributes:
-        num_lanes: C, lists of visits; 0: none are made.
-        largest: G, most row tiles of a visit.
-        num_visits: V, the length of a list.
+        num_lanes: C, lists of work tiles; 0: none are made.
+        largest: G, most row tiles of a work tile.
+        num_work_tiles: V, the length of a list.
         tile_rows: R.
-        in_halves: lane 0 takes the first half of the visits, not every second one.
-        reload_after: a visit whose expert is that of the visit so many before it on its lane finds
-            the weights on chip, and names no expert; 0: every visit loads its weights.
-        tells_short: visits whose last tile is at most half full have sizes of their own.
+        in_halves: lane 0 takes the first half of the work tiles, not every second one.
+        reload_after: a work tile whose expert is that of the work tile so many before it on its
+            lane finds the weights on chip, and names no expert; 0: every work tile loads its
+            weights.
+        tells_short: work tiles whose last tile is at most half full have sizes of their own.
     """
 
     num_lanes: int
     largest: int
-    num_visits: int
+    num_work_tiles: int
     tile_rows: int
     in_halves: bool
     reload_after: int
@@ -64,7 +65,7 @@ class LiveTiles(NamedTuple):
     is_short_n: NDArray[np.bool_]
 
 
-class _Visit(NamedTuple):
+class _WorkTile(NamedTuple):
     """An expert and row tiles of it, and what they count in half tiles."""
 
     expert: int
@@ -72,20 +73,22 @@ class _Visit(NamedTuple):
     size: int
 
 
-_Step = list[_Visit]  # for each lane, side by side
+_Step = list[_WorkTile]  # for each lane, side by side
 
 
-class VisitLists(NamedTuple):
-    """The visits of every lane; the kernel's index inputs.
+class WorkTileLists(NamedTuple):
+    """The work tiles of every lane; the kernel's index inputs.
 
     Attributes:
-        visit_expert_CV: [C, V] int32, expert whose weights the visit loads; num_experts for none.
-        visit_tile_CVG: [C, V, G] int32, its row tiles; `no_tile(num_tiles)` where there is none.
+        work_expert_CV: [C, V] int32, expert whose weights the work tile loads; num_experts for
+            none.
+        work_row_tiles_CVG: [C, V, G] int32, its row tiles; `no_tile(num_tiles)` where there is
+            none.
         class_trips_1L: [1, L] int32, trips of each loop of `loops_of`.
     """
 
-    visit_expert_CV: Ints
-    visit_tile_CVG: Ints
+    work_expert_CV: Ints
+    work_row_tiles_CVG: Ints
     class_trips_1L: Ints
 
 
@@ -95,17 +98,17 @@ def no_tile(num_tiles: int) -> int:
 
 
 def sizes_of(largest: int, tells_short: bool) -> tuple[int, ...]:
-    """Return the sizes of visits that have loops of their own, descending, in half tiles.
+    """Return the sizes of work tiles that have loops of their own, descending, in half tiles.
 
     Args:
-        largest: G, most row tiles of a visit.
+        largest: G, most row tiles of a work tile.
         tells_short: whether those with a short last tile are among them; a single tile is not.
     """
     return tuple(range(2 * largest, 1, -1 if tells_short else -2))
 
 
 def tiles_of(size: int) -> int:
-    """Return the row tiles of a visit of so many half tiles."""
+    """Return the row tiles of a work tile of so many half tiles."""
     return (size + 1) // 2
 
 
@@ -165,10 +168,10 @@ def number_of(runs: list[RowRun], row: int) -> int:
 
 
 def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the sizes of the two visits of a trip, for every loop of the kernel in order.
+    """Return the sizes of the two work tiles of a trip, for every loop of the kernel in order.
 
-    Beside two visits of one size there are trips of a large visit and a single tile: the one keeps
-    the tensor engine busy, the other the memory.
+    Beside two work tiles of one size there are trips of a large work tile and a single tile: the
+    one keeps the tensor engine busy, the other the memory.
     """
     loops = []
     for size in classes:
@@ -178,25 +181,26 @@ def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     return loops
 
 
-def max_visits(num_tiles: int, num_experts: int, num_lanes: int, largest: int) -> int:
-    """Return V, the visits of a lane that any routing may need, with two empty ones at the end.
+def max_work_tiles(num_tiles: int, num_experts: int, num_lanes: int, largest: int) -> int:
+    """Return V, the work tiles of a lane that any routing may need, with two empty ones at the end.
 
-    An expert of n tiles takes ceil(n / G) visits, so all take at most min(E, tiles) + tiles / G.
-    One empty visit at most is among them, where their number is odd; the kernel reads two ahead.
+    An expert of n tiles takes ceil(n / G) work tiles, so all take at most min(E, tiles) + tiles /
+    G. One empty work tile at most is among them, where their number is odd; the kernel reads two
+    ahead.
 
     Args:
         num_tiles: row tiles in all.
         num_experts: E.
         num_lanes: C.
-        largest: G, most row tiles of a visit.
+        largest: G, most row tiles of a work tile.
     """
-    visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // largest)
-    return max_steps(visits, num_lanes)
+    work_tiles = min(num_tiles, min(num_experts, num_tiles) + num_tiles // largest)
+    return max_steps(work_tiles, num_lanes)
 
 
-def max_steps(num_visits: int, num_lanes: int) -> int:
-    """Return the visits of a lane, an even number, with two empty ones at the end."""
-    steps = -(-num_visits // num_lanes)
+def max_steps(num_work_tiles: int, num_lanes: int) -> int:
+    """Return the work tiles of a lane, an even number, with two empty ones at the end."""
+    steps = -(-num_work_tiles // num_lanes)
     return steps + steps % 2 + 2
 
 
@@ -243,14 +247,14 @@ def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows:
     )
 
 
-def list_visits(
-    tiles: LiveTiles, dims: VisitDims, *, num_tiles: int, num_experts: int
-) -> VisitLists:
-    """Group row tiles into visits, and give each lane every num_lanes-th of them.
+def list_work_tiles(
+    tiles: LiveTiles, dims: WorkTileDims, *, num_tiles: int, num_experts: int
+) -> WorkTileLists:
+    """Group row tiles into work tiles, and give each lane every num_lanes-th of them.
 
-    An expert's tiles become as few visits as can be, ordered by size; neighbours run side by side
-    and waste the difference of their sizes. With visits of one tile that is the order of the slots.
-    `index_blocks` makes the same lists on the device.
+    An expert's tiles become as few work tiles as can be, ordered by size; neighbours run side by
+    side and waste the difference of their sizes. With work tiles of one tile that is the order of
+    the slots. `index_blocks` makes the same lists on the device.
 
     Args:
         tiles: row tiles to compute.
@@ -262,37 +266,37 @@ def list_visits(
         Arrays whose shapes depend on the sizes only.
     """
     lanes, largest = dims.num_lanes, dims.largest
-    visits = _group(tiles, dims)
-    expert_CV = np.full((lanes, dims.num_visits), num_experts, np.int32)
-    tile_CVG = np.full((lanes, dims.num_visits, largest), no_tile(num_tiles), np.int32)
+    work_tiles = _group(tiles, dims)
+    expert_CV = np.full((lanes, dims.num_work_tiles), num_experts, np.int32)
+    tile_CVG = np.full((lanes, dims.num_work_tiles, largest), no_tile(num_tiles), np.int32)
     classes = sizes_of(largest, dims.tells_short)
-    steps, trips = _arrange(_side_by_side(visits, dims), classes)
+    steps, trips = _arrange(_side_by_side(work_tiles, dims), classes)
     for number, step in enumerate(steps):
-        for lane, visit in enumerate(step):
-            expert_CV[lane, number] = visit.expert
-            tile_CVG[lane, number, : len(visit.tiles)] = visit.tiles
+        for lane, work_tile in enumerate(step):
+            expert_CV[lane, number] = work_tile.expert
+            tile_CVG[lane, number, : len(work_tile.tiles)] = work_tile.tiles
     if dims.reload_after:
         is_here = expert_CV[:, dims.reload_after :] == expert_CV[:, : -dims.reload_after]
         expert_CV[:, dims.reload_after :][is_here] = num_experts
-    return VisitLists(expert_CV, tile_CVG, trips)
+    return WorkTileLists(expert_CV, tile_CVG, trips)
 
 
-def _side_by_side(visits: list[_Visit], dims: VisitDims) -> list[_Step]:
-    """Return the visits that the lanes run at the same time."""
-    count = -(-len(visits) // dims.num_lanes)
+def _side_by_side(work_tiles: list[_WorkTile], dims: WorkTileDims) -> list[_Step]:
+    """Return the work tiles that the lanes run at the same time."""
+    count = -(-len(work_tiles) // dims.num_lanes)
     if dims.in_halves:
-        return [visits[k::count] for k in range(count)]
-    return [visits[k * dims.num_lanes : (k + 1) * dims.num_lanes] for k in range(count)]
+        return [work_tiles[k::count] for k in range(count)]
+    return [work_tiles[k * dims.num_lanes : (k + 1) * dims.num_lanes] for k in range(count)]
 
 
-def _group(tiles: LiveTiles, dims: VisitDims) -> list[_Visit]:
-    """Return visits of at most G row tiles each, the largest first.
+def _group(tiles: LiveTiles, dims: WorkTileDims) -> list[_WorkTile]:
+    """Return work tiles of at most G row tiles each, the largest first.
 
-    Where there are too few visits to lack one tile each, the last one lacks them all.
+    Where there are too few work tiles to lack one tile each, the last one lacks them all.
     """
-    visits: list[_Visit] = []
+    work_tiles: list[_WorkTile] = []
     if len(tiles.number_n) == 0:
-        return visits
+        return work_tiles
     largest = dims.largest
     starts = np.flatnonzero(np.diff(tiles.expert_n, prepend=tiles.expert_n[0] - 1))
     for run in np.split(np.arange(len(tiles.number_n)), starts[1:]):
@@ -303,15 +307,15 @@ def _group(tiles: LiveTiles, dims: VisitDims) -> list[_Visit]:
         is_short = dims.tells_short and bool(tiles.is_short_n[run[-1]])
         for part in np.split(run, starts_of):
             size = 2 * len(part) - int(is_short and part[-1] == run[-1])
-            visits.append(_Visit(int(tiles.expert_n[part[0]]), tiles.number_n[part], size))
-    return sorted(visits, key=lambda visit: -visit.size)
+            work_tiles.append(_WorkTile(int(tiles.expert_n[part[0]]), tiles.number_n[part], size))
+    return sorted(work_tiles, key=lambda work_tile: -work_tile.size)
 
 
 def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step], Ints]:
     """Order steps, which come by descending size, for the loops of the kernel; count the trips.
 
-    Single tiles go beside the largest visits as long as there are both. What is left of these runs
-    in pairs, in the loop of the larger one; an odd one goes beside an empty step.
+    Single tiles go beside the largest work tiles as long as there are both. What is left of these
+    runs in pairs, in the loop of the larger one; an odd one goes beside an empty step.
     """
     large = [step for step in steps if step[0].size > _SINGLE]
     small = steps[len(large) :]

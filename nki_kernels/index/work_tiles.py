@@ -1,25 +1,27 @@
-"""The lists of visits on the device: what `list_visits` makes on the host, bit for bit.
+"""The lists of work tiles on the device: what `list_work_tiles` makes on the host, bit for bit.
 
 Slots of an expert fill up in order, so its live row tiles are the first ceil(tokens / R) of its
-blocks, and everything follows from the counts. With n tiles of an expert in v = ceil(n / G) visits,
-which lack d = G v - n tiles, the formula is, for position p of a lane:
+blocks, and everything follows from the counts. With n tiles of an expert in v = ceil(n / G) work
+tiles, which lack d = G v - n tiles, the formula is, for position p of a lane:
 
-    runs      (size, expert), sizes descending: visits of that size, ends[run] = their running sum
-              v - d of G tiles and d of G - 1, or v - 1 and one of G - d if that is below 0; where
-              short tiles are told apart, the last one is half a tile smaller if its last tile is
-    steps     visits side by side; S[size] = steps whose first visit is at least so large
-    loops     of common.visits.loops_of: first position, first step, first single tile of each
-    step(p)   by the loop that p falls in;  visit(p) = step * lanes + lane, or step + lane * steps
-    run       = runs that end at or before visit(p);  expert, size and tiles follow from the run
+    runs      (size, expert), sizes descending: work tiles of that size, ends[run] = their running
+              sum v - d of G tiles and d of G - 1, or v - 1 and one of G - d if that is below 0;
+              where short tiles are told apart, the last one is half a tile smaller if its last tile
+              is
+    steps     work tiles side by side; S[size] = steps whose first work tile is at least so large
+    loops     of common.work tiles.loops_of: first position, first step, first single tile of each
+    step(p)   by the loop that p falls in;  work tile(p) = step * lanes + lane, or step + lane *
+    steps run       = runs that end at or before work tile(p);  expert, size and tiles follow from
+    the run
 
 On chip: all tables [128, ...] are the same on every partition; positions lie on partitions in runs,
 position `partition * columns + column`. _Runs and loops are found by comparing with all their ends;
 their numbers are then gathered. Numbers stay below 2^24: exact in float32.
 
 Cost: some fifteen passes over E numbers and a scan over G * E on the Vector engine, a compare over
-G * E for every 128 visits, and some fifty short instructions; with short tiles told apart G more
-passes, and twice the numbers. No byte is read, the lists are written once. The cores write a lane
-each.
+G * E for every 128 work tiles, and some fifty short instructions; with short tiles told apart G
+more passes, and twice the numbers. No byte is read, the lists are written once. The cores write a
+lane each.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
-from nki_kernels.common.visits import VisitDims, no_tile, sizes_of
+from nki_kernels.common.work_tiles import WorkTileDims, no_tile, sizes_of
 from nki_kernels.index.token_search import Meanwhile, go_on
 
 _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
@@ -39,15 +41,15 @@ _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 
 @dataclass
 class _Runs(nl.NKIObject):
-    """Visits of one size and expert, float32; run `position * E + expert`, largest sizes first.
+    """Work tiles of one size and expert, float32; run `position * E + expert`, largest sizes first.
 
-    There are P positions: G, or 2 G where every other one is of visits with a short last tile.
+    There are P positions: G, or 2 G where every other one is of work tiles with a short last tile.
 
     Attributes:
-        ends: [128, 1 + P * E], 0 and the visits up to and with each run.
-        tile: [128, 4 * E + 1], row tile that an expert's full visits begin with, then those that
-            its other visits begin with, then the one after its last, then how many come behind
-            that which is visited last; the last one is of none.
+        ends: [128, 1 + P * E], 0 and the work tiles up to and with each run.
+        tile: [128, 4 * E + 1], row tile that an expert's full work tiles begin with, then those
+            that its other work tiles begin with, then the one after its last, then how many come
+            behind that which is visited last; the last one is of none.
     """
 
     ends: nl.NkiTensor
@@ -63,7 +65,7 @@ class ListedTokens(nl.NKIObject):
             back of an expert's row tiles.
         sides: where an expert's row tiles fill up from both sides and that between them is to be
             visited last, [128, E] float32 tokens of the front and of the back; else empty.
-        meanwhile: what goes on between the short instructions that list visits.
+        meanwhile: what goes on between the short instructions that list work tiles.
     """
 
     lists: int
@@ -72,8 +74,8 @@ class ListedTokens(nl.NKIObject):
 
 
 @dataclass
-class KnownVisits(nl.NKIObject):
-    """What a core that lists tokens knows of the visits of its lane on chip.
+class KnownWorkTiles(nl.NKIObject):
+    """What a core that lists tokens knows of the work tiles of its lane on chip.
 
     Attributes:
         expert: [1, 1] int32, of the first one; E for none.
@@ -104,88 +106,90 @@ class _Loops(nl.NKIObject):
     trips: nl.NkiTensor
 
 
-def store_visits(
+def store_work_tiles(
     lists: tuple[nl.ndarray, nl.ndarray, nl.ndarray],
     tokens_sb: nl.ndarray,
     last_block_sb: nl.ndarray,
-    visits: VisitDims,
+    work_tiles: WorkTileDims,
     block_size: int,
     num_tiles: int,
     listed: ListedTokens,
-) -> KnownVisits:
-    """Store the lists of visits.
+) -> KnownWorkTiles:
+    """Store the lists of work tiles.
 
     Args:
         lists: [C, V] experts, [C, V, G] row tiles and [1, L] trips, int32 in HBM.
         tokens_sb: [128, E] float32, tokens of each expert.
         last_block_sb: [128, E] float32, end of each expert's blocks.
-        visits: how visits are made.
+        work_tiles: how work tiles are made.
         block_size: B.
         num_tiles: row tiles in all.
         listed: what is asked for besides.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
-    visit_expert, visit_tile, class_trips = lists
+    work_expert, work_row_tiles, class_trips = lists
     num_experts = tokens_sb.shape[1]
     meanwhile = listed.meanwhile
-    runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size, listed)
+    runs = _group_tiles(tokens_sb, last_block_sb, work_tiles, block_size, listed)
     go_on(meanwhile)
-    ends = runs.ends[:, 1 : 1 + _num_positions(visits) * num_experts]
-    loops = _lay_out_loops(ends, visits, num_experts)
+    ends = runs.ends[:, 1 : 1 + _num_positions(work_tiles) * num_experts]
+    loops = _lay_out_loops(ends, work_tiles, num_experts)
     go_on(meanwhile)
     if core == 0:
         nisa.dma_copy(dst=class_trips, src=loops.trips[0:1, :])
-    columns = (visits.num_visits + PARTITIONS - 1) // PARTITIONS
-    known = KnownVisits(nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf), [])
-    for lane in range(visits.num_lanes):
+    columns = (work_tiles.num_work_tiles + PARTITIONS - 1) // PARTITIONS
+    known = KnownWorkTiles(nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf), [])
+    for lane in range(work_tiles.num_lanes):
         is_stored = lane % num_cores == core
-        if is_stored or (listed.lists > 0 and visits.num_lanes == 1):
-            visit_sb = _number_visits(loops, visits, lane, columns)
+        if is_stored or (listed.lists > 0 and work_tiles.num_lanes == 1):
+            work_tile_sb = _number_work_tiles(loops, work_tiles, lane, columns)
             go_on(meanwhile)
-            run_sb = _find(ends, visit_sb)
-            expert_sb, of_run = _split_runs(run_sb, visits, num_experts)
+            run_sb = _find(ends, work_tile_sb)
+            expert_sb, of_run = _split_runs(run_sb, work_tiles, num_experts)
             if listed.lists > 0:
                 nisa.tensor_copy(dst=known.expert, src=expert_sb[0:1, 0:1])
             go_on(meanwhile)
             # On its way while tiles are placed.
             before_sb = expert_sb
-            if visits.reload_after > 0:
-                before_sb = _move_later(expert_sb, visits.reload_after)
+            if work_tiles.reload_after > 0:
+                before_sb = _move_later(expert_sb, work_tiles.reload_after)
             tile_sb = _place_tiles(
-                runs, visit_sb, run_sb, expert_sb, of_run, visits.largest, num_tiles
+                runs, work_tile_sb, run_sb, expert_sb, of_run, work_tiles.largest, num_tiles
             )
             index_sb = _new(columns, nl.uint32)
             nisa.tensor_copy(dst=index_sb, src=expert_sb)
             if len(listed.sides) > 0:
-                _visit_last(runs, tile_sb, index_sb)
+                _work_tile_last(runs, tile_sb, index_sb)
             for number in range(listed.lists):
                 known.columns.append(
                     _place_columns(runs, index_sb, tile_sb, expert_sb, number > 0, num_tiles)
                 )
             if is_stored:
-                if visits.reload_after > 0:
+                if work_tiles.reload_after > 0:
                     _forget_repeated(expert_sb, before_sb, num_experts)
-                _store_lane(visit_expert, expert_sb, lane, visits.num_visits, 1)
-                _store_lane(visit_tile, tile_sb, lane, visits.num_visits, visits.largest)
+                _store_lane(work_expert, expert_sb, lane, work_tiles.num_work_tiles, 1)
+                _store_lane(
+                    work_row_tiles, tile_sb, lane, work_tiles.num_work_tiles, work_tiles.largest
+                )
     return known
 
 
-def visit_bytes(visits: VisitDims, num_experts: int) -> int:
-    """Return the bytes of SBUF per partition that listing visits takes (counted generously)."""
-    columns = -(-visits.num_visits // PARTITIONS)
-    runs = 6 * _num_positions(visits) * num_experts + 12 * num_experts
-    return 4 * (runs + (24 + 3 * visits.largest) * columns)
+def work_tile_bytes(work_tiles: WorkTileDims, num_experts: int) -> int:
+    """Return the bytes of SBUF per partition that listing work tiles takes (counted generously)."""
+    columns = -(-work_tiles.num_work_tiles // PARTITIONS)
+    runs = 6 * _num_positions(work_tiles) * num_experts + 12 * num_experts
+    return 4 * (runs + (24 + 3 * work_tiles.largest) * columns)
 
 
-def spread_entries(visits: VisitDims) -> int:
+def spread_entries(work_tiles: WorkTileDims) -> int:
     """Return the entries of a lane's lists of row tiles, filled up to whole partitions."""
-    each = -(-visits.num_visits // PARTITIONS) * visits.largest
-    return -(-visits.num_visits * visits.largest // each) * each
+    each = -(-work_tiles.num_work_tiles // PARTITIONS) * work_tiles.largest
+    return -(-work_tiles.num_work_tiles * work_tiles.largest // each) * each
 
 
-def _num_positions(visits: VisitDims) -> int:
-    """Return P, the sizes of visits in the runs."""
-    return 2 * visits.largest if visits.tells_short else visits.largest
+def _num_positions(work_tiles: WorkTileDims) -> int:
+    """Return P, the sizes of work tiles in the runs."""
+    return 2 * work_tiles.largest if work_tiles.tells_short else work_tiles.largest
 
 
 def _new(width: int, dtype: nl.DType) -> nl.ndarray:
@@ -196,27 +200,27 @@ def _new(width: int, dtype: nl.DType) -> nl.ndarray:
 def _group_tiles(
     tokens_sb: nl.ndarray,
     last_block_sb: nl.ndarray,
-    visits: VisitDims,
+    work_tiles: WorkTileDims,
     block_size: int,
     listed: ListedTokens,
 ) -> _Runs:
-    """Return the visits of each size and expert, as `_group` of common.visits does."""
-    E, G, sides = tokens_sb.shape[1], visits.largest, listed.sides
+    """Return the work tiles of each size and expert, as `_group` of common.work tiles does."""
+    E, G, sides = tokens_sb.shape[1], work_tiles.largest, listed.sides
     blocks_sb, tiles_sb, count_sb = _new(E, nl.int32), _new(E, nl.int32), _new(E, nl.int32)
     divide_up(blocks_sb, tokens_sb, block_size)
-    divide_up(tiles_sb, tokens_sb, visits.tile_rows)
+    divide_up(tiles_sb, tokens_sb, work_tiles.tile_rows)
     divide_up(count_sb, tiles_sb, G)
-    P = _num_positions(visits)
+    P = _num_positions(work_tiles)
     step = P // G  # from runs of some tiles to those of one tile less
-    visits_sb, tile_sb = _new(P * E, nl.float32), _new(4 * E + 1, nl.float32)
+    work_tiles_sb, tile_sb = _new(P * E, nl.float32), _new(4 * E + 1, nl.float32)
     first = tile_sb[:, 0:E]
     _subtract(first, last_block_sb, blocks_sb)
-    _scale_and_add(first, first, float(block_size // visits.tile_rows), 0.0)
+    _scale_and_add(first, first, float(block_size // work_tiles.tile_rows), 0.0)
     lacking_sb, even_sb = _new(E, nl.float32), _new(E, nl.float32)
     _combine_scaled(lacking_sb, count_sb, nl.multiply, G, nl.subtract, tiles_sb)
     nisa.tensor_tensor(dst=even_sb, data1=lacking_sb, data2=count_sb, op=nl.less_equal)
-    # Full visits: all but the lacking ones, or all but one.
-    full, spread_sb = visits_sb[:, 0:E], _new(E, nl.float32)
+    # Full work tiles: all but the lacking ones, or all but one.
+    full, spread_sb = work_tiles_sb[:, 0:E], _new(E, nl.float32)
     nisa.tensor_tensor(dst=spread_sb, data1=lacking_sb, data2=even_sb, op=nl.multiply)
     _subtract(full, count_sb, spread_sb)
     _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
@@ -226,33 +230,33 @@ def _group_tiles(
     behind = tile_sb[:, 3 * E : 4 * E]
     nisa.memset(dst=tile_sb[:, 3 * E : 4 * E + 1], value=0.0, engine=nisa.engine.vector)
     if len(sides) > 0:
-        _count_behind(behind, tiles_sb, sides[0], visits.tile_rows)
+        _count_behind(behind, tiles_sb, sides[0], work_tiles.tile_rows)
     if G > 1:
         _subtract(lacking_sb, lacking_sb, spread_sb)
-        nisa.tensor_copy(dst=visits_sb[:, step * E : (step + 1) * E], src=spread_sb)
+        nisa.tensor_copy(dst=work_tiles_sb[:, step * E : (step + 1) * E], src=spread_sb)
     for less in range(2, G):
         run = slice(less * step * E, (less * step + 1) * E)
         nisa.tensor_scalar(
-            dst=visits_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(less)
+            dst=work_tiles_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(less)
         )
     go_on(listed.meanwhile)
-    if visits.tells_short:
-        # Tiles that the last visit lacks: all that are not spread, or one of these.
+    if work_tiles.tells_short:
+        # Tiles that the last work tile lacks: all that are not spread, or one of these.
         _combine_scaled(lacking_sb, spread_sb, nl.minimum, 1, nl.add, lacking_sb)
         if len(sides) > 0:
-            short_sb = _find_between(behind, tiles_sb, sides, visits.tile_rows)
+            short_sb = _find_between(behind, tiles_sb, sides, work_tiles.tile_rows)
         else:
-            short_sb = _find_short(tiles_sb, tokens_sb, visits.tile_rows)
+            short_sb = _find_short(tiles_sb, tokens_sb, work_tiles.tile_rows)
         go_on(listed.meanwhile)
-        _move_short(visits_sb, short_sb, lacking_sb, visits)
+        _move_short(work_tiles_sb, short_sb, lacking_sb, work_tiles)
     go_on(listed.meanwhile)
     ends_sb = _new(P * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.
     nisa.tensor_tensor_scan(
         dst=ends_sb[:, 1 : P * E + 1],
-        data0=visits_sb,
-        data1=visits_sb,
+        data0=work_tiles_sb,
+        data1=work_tiles_sb,
         initial=0.0,
         op0=nl.add,
         op1=nl.maximum,
@@ -261,20 +265,23 @@ def _group_tiles(
 
 
 def _move_short(
-    visits_sb: nl.ndarray, short_sb: nl.ndarray, lacking_sb: nl.ndarray, visits: VisitDims
+    work_tiles_sb: nl.ndarray,
+    short_sb: nl.ndarray,
+    lacking_sb: nl.ndarray,
+    work_tiles: WorkTileDims,
 ) -> None:
-    """Count the last visit of an expert among those with a short last tile, if it has one.
+    """Count the last work tile of an expert among those with a short last tile, if it has one.
 
     Args:
-        visits_sb: [128, P * E] visits of each size and expert.
+        work_tiles_sb: [128, P * E] work tiles of each size and expert.
         short_sb: [128, E], 1 for experts with a short tile.
-        lacking_sb: [128, E] tiles that the last visit of each expert lacks.
-        visits: how visits are made.
+        lacking_sb: [128, E] tiles that the last work tile of each expert lacks.
+        work_tiles: how work tiles are made.
     """
     E = short_sb.shape[1]
-    for less in range(visits.largest):
-        all_of = visits_sb[:, 2 * less * E : (2 * less + 1) * E]
-        moved = visits_sb[:, (2 * less + 1) * E : (2 * less + 2) * E]
+    for less in range(work_tiles.largest):
+        all_of = work_tiles_sb[:, 2 * less * E : (2 * less + 1) * E]
+        moved = work_tiles_sb[:, (2 * less + 1) * E : (2 * less + 2) * E]
         _combine_scaled(moved, lacking_sb, nl.equal, less, nl.multiply, short_sb)
         _subtract(all_of, all_of, moved)
 
@@ -344,17 +351,17 @@ def _combine_scaled(
     )
 
 
-def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> _Loops:
-    """Return the loops; see `_arrange` of common.visits, which does the same.
+def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: int) -> _Loops:
+    """Return the loops; see `_arrange` of common.work tiles, which does the same.
 
     The first M of the L steps that are large have a single tile beside them, the others run in
     pairs. Of S steps as large as a size, then, min(S, M) are of the former, and ceil((S - M) / 2)
     pairs begin with one of them.
     """
-    P, G = _num_positions(visits), len(sizes_of(visits.largest, visits.tells_short))
+    P, G = _num_positions(work_tiles), len(sizes_of(work_tiles.largest, work_tiles.tells_short))
     whole_sb, steps_sb = _new(P, nl.int32), _new(G + 1, nl.float32)
     divide_up(
-        whole_sb, ends_sb[:, num_experts - 1 : P * num_experts : num_experts], visits.num_lanes
+        whole_sb, ends_sb[:, num_experts - 1 : P * num_experts : num_experts], work_tiles.num_lanes
     )
     nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb[:, 0:G])
@@ -421,12 +428,15 @@ def _scale_and_add(dst: nl.ndarray, data: nl.ndarray, factor: float, offset: obj
     )
 
 
-def _number_visits(loops: _Loops, visits: VisitDims, lane: int, columns: int) -> nl.ndarray:
-    """Return the visit at every position of a lane, [128, columns] float32; a large one for none.
+def _number_work_tiles(
+    loops: _Loops, work_tiles: WorkTileDims, lane: int, columns: int
+) -> nl.ndarray:
+    """Return the work tile at every position of a lane, [128, columns] float32; a large one for
+    none.
 
     Args:
         loops: the loops of the kernel.
-        visits: how visits are made.
+        work_tiles: how work tiles are made.
         lane: which list.
         columns: positions on a partition.
     """
@@ -441,7 +451,7 @@ def _number_visits(loops: _Loops, visits: VisitDims, lane: int, columns: int) ->
     _subtract(since_sb, place_sb, begin_sb)
     divide_down(trip_sb, since_sb, 2)
     is_second_sb = _rest_of_two(since_sb, trip_sb)
-    # Every second loop has a single tile beside a visit: step, or single step, by the trip.
+    # Every second loop has a single tile beside a work tile: step, or single step, by the trip.
     half_sb = _new(columns, nl.int32)
     divide_down(half_sb, loop_sb, 2)
     is_mixed_sb = _rest_of_two(loop_sb, half_sb)
@@ -451,16 +461,16 @@ def _number_visits(loops: _Loops, visits: VisitDims, lane: int, columns: int) ->
     nisa.tensor_tensor(dst=change_sb, data1=change_sb, data2=is_mixed_sb, op=nl.multiply)
     _add(step_sb, step_sb, since_sb)
     _add(step_sb, step_sb, change_sb)
-    if visits.in_halves:
+    if work_tiles.in_halves:
         _lose(step_sb, step_sb, nl.greater_equal, loops.num_steps)
-    visit_sb = _new(columns, nl.float32)
-    if visits.in_halves and lane > 0:
-        nisa.tensor_scalar(dst=visit_sb, data=step_sb, op0=nl.add, operand0=loops.num_steps)
-    elif visits.in_halves:
-        nisa.tensor_copy(dst=visit_sb, src=step_sb)
+    work_tile_sb = _new(columns, nl.float32)
+    if work_tiles.in_halves and lane > 0:
+        nisa.tensor_scalar(dst=work_tile_sb, data=step_sb, op0=nl.add, operand0=loops.num_steps)
+    elif work_tiles.in_halves:
+        nisa.tensor_copy(dst=work_tile_sb, src=step_sb)
     else:
-        _scale_and_add(visit_sb, step_sb, float(visits.num_lanes), float(lane))
-    return visit_sb
+        _scale_and_add(work_tile_sb, step_sb, float(work_tiles.num_lanes), float(lane))
+    return work_tile_sb
 
 
 def _rest_of_two(data: nl.ndarray, half: nl.ndarray) -> nl.ndarray:
@@ -510,7 +520,7 @@ def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
 
 
 def _split_runs(
-    run_sb: nl.ndarray, visits: VisitDims, num_experts: int
+    run_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: int
 ) -> tuple[nl.ndarray, list[nl.ndarray]]:
     """Return expert (E for none) of each run, and its row tiles (0 for none) and, if that is told,
     whether the last one is short; float32.
@@ -521,11 +531,11 @@ def _split_runs(
     divide_down(group_sb, run_sb, num_experts)
     _combine_scaled(expert_sb, group_sb, nl.multiply, -num_experts, nl.add, run_sb)
     of_run, less_sb = [size_sb], group_sb
-    if visits.tells_short:
+    if work_tiles.tells_short:
         less_sb = _new(columns, nl.int32)
         divide_down(less_sb, group_sb, 2)
         of_run.append(_rest_of_two(group_sb, less_sb))
-    _scale_and_add(size_sb, less_sb, -1.0, float(visits.largest))
+    _scale_and_add(size_sb, less_sb, -1.0, float(work_tiles.largest))
     nisa.tensor_scalar(
         dst=none_sb,
         data=size_sb,
@@ -560,7 +570,7 @@ def _move_later(values_sb: nl.ndarray, positions: int) -> nl.ndarray:
 
 
 def _forget_repeated(expert_sb: nl.ndarray, before_sb: nl.ndarray, num_experts: int) -> None:
-    """Name no expert where it is that of the earlier visit, whose weights are on chip."""
+    """Name no expert where it is that of the earlier work tile, whose weights are on chip."""
     same_sb, none_sb = _new(expert_sb.shape[1], nl.float32), _new(expert_sb.shape[1], nl.float32)
     nisa.tensor_tensor(dst=same_sb, data1=expert_sb, data2=before_sb, op=nl.equal)
     _scale_and_add(none_sb, expert_sb, -1.0, float(num_experts))
@@ -570,24 +580,24 @@ def _forget_repeated(expert_sb: nl.ndarray, before_sb: nl.ndarray, num_experts: 
 
 def _place_tiles(
     runs: _Runs,
-    visit_sb: nl.ndarray,
+    work_tile_sb: nl.ndarray,
     run_sb: nl.ndarray,
     expert_sb: nl.ndarray,
     of_run: list[nl.ndarray],
     largest: int,
     num_tiles: int,
 ) -> nl.ndarray:
-    """Return the row tiles of each visit, [128, columns * G] float32.
+    """Return the row tiles of each work tile, [128, columns * G] float32.
 
     `of_run` is what `_split_runs` says of each run.
     """
-    columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 4
+    columns, num_experts = work_tile_sb.shape[1], runs.tile.shape[1] // 4
     none, size_sb = no_tile(num_tiles), of_run[0]
     tile_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     first_sb, live_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     index_sb, origin_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
     nisa.tensor_copy(dst=index_sb, src=run_sb)
-    # _Runs of all sizes but the largest begin after the full visits.
+    # _Runs of all sizes but the largest begin after the full work tiles.
     nisa.tensor_scalar(
         dst=live_sb,
         data=size_sb,
@@ -596,9 +606,9 @@ def _place_tiles(
         op1=nl.multiply,
         operand1=float(num_experts),
     )
-    _subtract(first_sb, visit_sb, _gather(runs.ends, index_sb))
+    _subtract(first_sb, work_tile_sb, _gather(runs.ends, index_sb))
     for short_sb in of_run[1:]:
-        # A visit with a short tile is its expert's last: the one before the end of its tiles.
+        # A work tile with a short tile is its expert's last: the one before the end of its tiles.
         end_sb = _new(columns, nl.float32)
         _combine_scaled(end_sb, live_sb, nl.add, -2 * num_experts, nl.multiply, short_sb)
         _subtract(live_sb, live_sb, end_sb)
@@ -619,9 +629,9 @@ def _place_tiles(
     return flat_sb
 
 
-def _visit_last(runs: _Runs, tile_sb: nl.ndarray, index_sb: nl.ndarray) -> None:
+def _work_tile_last(runs: _Runs, tile_sb: nl.ndarray, index_sb: nl.ndarray) -> None:
     """Let the last tile of an expert and that which is to be visited last change places in the
-    visits, [128, columns * G] float32; `index_sb` [128, columns] uint32 experts.
+    work tiles, [128, columns * G] float32; `index_sb` [128, columns] uint32 experts.
     """
     columns = index_sb.shape[1]
     end_sb, behind_sb = _gather_block(runs, 2, index_sb), _gather_block(runs, 3, index_sb)
@@ -681,13 +691,13 @@ def _place_columns(
 
 
 def _store_lane(
-    list_of_lane: nl.ndarray, values_sb: nl.ndarray, lane: int, num_visits: int, size: int
+    list_of_lane: nl.ndarray, values_sb: nl.ndarray, lane: int, num_work_tiles: int, size: int
 ) -> None:
-    """Store the values of one lane, `size` for each visit, as int32."""
+    """Store the values of one lane, `size` for each work tile, as int32."""
     width = values_sb.shape[1]
     integer_sb = _new(width, nl.int32)
     nisa.tensor_copy(dst=integer_sb, src=values_sb)
-    total = num_visits * size
+    total = num_work_tiles * size
     rows, rest = total // width, total % width
     flat = list_of_lane.reshape((list_of_lane.shape[0] * total,))
     target = flat.ap([[width, rows], [1, width]], offset=lane * total)

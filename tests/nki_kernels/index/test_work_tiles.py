@@ -1,4 +1,4 @@
-"""The visits that index_blocks lists on the device against those of the host, bit for bit."""
+"""The work tiles that index_blocks lists on the device against those of the host, bit for bit."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import pytest
 
 import nki_sim
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.visits import (
-    VisitDims,
-    list_visits,
+from nki_kernels.common.work_tiles import (
+    WorkTileDims,
+    list_work_tiles,
     live_tiles,
-    max_visits,
+    max_work_tiles,
     tiles_from_both_sides,
 )
 from nki_kernels.index import (
@@ -22,11 +22,11 @@ from nki_kernels.index import (
     index_blocks_ref,
 )
 from nki_kernels.index.kernel import lay_out_blocks
-from nki_kernels.index.kernel import list_visits as list_visits_on_chip
+from nki_kernels.index.kernel import list_work_tiles as list_work_tiles_on_chip
 from nki_kernels.index.memory import sbuf_bytes
 from nki_kernels.index.token_search import Meanwhile
-from nki_kernels.index.visits import ListedTokens
-from nki_kernels.prefill import visit_dims, visits_of
+from nki_kernels.index.work_tiles import ListedTokens
+from nki_kernels.prefill import work_tile_dims, work_tiles_of
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.index.test_kernel import draw
 from tests.nki_kernels.prefill.cases import config_of
@@ -49,17 +49,17 @@ ROUTED: dict[str, tuple[int, int, int, int, float, str]] = {
 }
 PLANS: dict[str, dict[str, Any]] = {
     "balanced": {},
-    "balanced-visits-of-3": {"largest_visit": 3},
+    "balanced-work-tiles-of-3": {"largest_work_tile": 3},
     "short-tiles": {"block_size": 128, "tells_short": True},
     "short-tiles-of-one-lane": {
         "block_size": 128,
         "tells_short": True,
         "shard_plan": "intermediate",
-        "largest_visit": 2,
+        "largest_work_tile": 2,
     },
     "intermediate": {"shard_plan": "intermediate"},
     "one-core": {"num_cores": 1},
-    "sorted-skip": {"skip_weights": True, "largest_visit": 2},
+    "sorted-skip": {"skip_weights": True, "largest_work_tile": 2},
     "dynamic": {"loop_plan": "dynamic"},
     "dynamic-skip": {"loop_plan": "dynamic", "skip_weights": True},
     "block": {"shard_plan": "block", "loop_plan": "static"},
@@ -85,23 +85,23 @@ def check(index: np.ndarray, E: int, B: int, options: dict[str, Any]) -> None:
         num_tokens=T,
         **{"block_size": B, **options},
     )
-    visits = visit_dims(config)
-    check_index_blocks(T, K, dims, config.num_cores, visits)
-    run = nki_sim.run(index_blocks, index, dims, visits, lnc=config.num_cores)
+    work_tiles = work_tile_dims(config)
+    check_index_blocks(T, K, dims, config.num_cores, work_tiles)
+    run = nki_sim.run(index_blocks, index, dims, work_tiles, lnc=config.num_cores)
     wanted = index_blocks_ref(index, E, B, dims.num_blocks)
     for got, want in zip(run.outputs[:6], wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    lists = visits_of(config, wanted.token_position_to_id, wanted.block_to_expert)
+    lists = work_tiles_of(config, wanted.token_position_to_id, wanted.block_to_expert)
     for got, want in zip(run.outputs[6:], lists, strict=True):
         np.testing.assert_array_equal(got, want)
         assert got.dtype == np.int32
     assert not run.findings
-    assert measured_cost(run.trace) == cost_index_blocks(T, K, dims, config.num_cores, visits)
+    assert measured_cost(run.trace) == cost_index_blocks(T, K, dims, config.num_cores, work_tiles)
 
 
 @pytest.mark.parametrize("routing", ROUTED)
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_device_lists_the_visits_of_the_host(plan: str, routing: str) -> None:
+def test_the_device_lists_the_work_tiles_of_the_host(plan: str, routing: str) -> None:
     T, K, E, B, none, name = ROUTED[routing]
     check(draw(T, K, E, none, name), E, B, PLANS[plan])
 
@@ -118,18 +118,18 @@ def test_any_counts_are_grouped_alike(largest: int, tells_short: bool, lanes: in
         index = np.repeat(np.arange(E, dtype=np.int32), tokens)[:, None]
         index = np.concatenate((index, np.full((3, 1), -1, np.int32)))
         blocks = int(tiles.sum()) + 3
-        num_visits = max_visits(blocks, E, lanes, largest)
-        visits = VisitDims(lanes, largest, num_visits, R, False, 2, tells_short)
-        run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), visits, lnc=lanes)
+        num_work_tiles = max_work_tiles(blocks, E, lanes, largest)
+        work_tiles = WorkTileDims(lanes, largest, num_work_tiles, R, False, 2, tells_short)
+        run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), work_tiles, lnc=lanes)
         live = live_tiles(run.outputs[0], run.outputs[2], R)
-        lists = list_visits(live, visits, num_tiles=blocks, num_experts=E)
+        lists = list_work_tiles(live, work_tiles, num_tiles=blocks, num_experts=E)
         for got, want in zip(run.outputs[6:], lists, strict=True):
             np.testing.assert_array_equal(got, want)
 
 
 @nki.jit
 def _list_from_both_sides(
-    front_E: nl.NkiTensor, back_E: nl.NkiTensor, dims: BlockDims, visits: VisitDims
+    front_E: nl.NkiTensor, back_E: nl.NkiTensor, dims: BlockDims, work_tiles: WorkTileDims
 ) -> Any:
     sides = []
     for counts in (front_E, back_E):
@@ -139,8 +139,8 @@ def _list_from_both_sides(
     total_sb = nl.ndarray(sides[0].shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=sides[0], data2=sides[1], op=nl.add)
     last_block_sb, _ = lay_out_blocks(total_sb, dims)
-    lists, _ = list_visits_on_chip(
-        total_sb, last_block_sb, visits, dims, ListedTokens(0, sides, Meanwhile([], []))
+    lists, _ = list_work_tiles_on_chip(
+        total_sb, last_block_sb, work_tiles, dims, ListedTokens(0, sides, Meanwhile([], []))
     )
     return lists
 
@@ -154,12 +154,12 @@ def test_a_short_tile_between_both_sides_is_visited_last(largest: int) -> None:
         blocks_E = -(-sides.sum(0) // R)
         blocks = int(blocks_E.sum()) + 3
         dims = BlockDims(E, R, blocks)
-        num_visits = max_visits(blocks, E, 2, largest)
-        visits = VisitDims(2, largest, num_visits, R, False, 0, True)
-        run = nki_sim.run(_list_from_both_sides, *sides.astype(np.float32), dims, visits, lnc=2)
+        num_work_tiles = max_work_tiles(blocks, E, 2, largest)
+        work_tiles = WorkTileDims(2, largest, num_work_tiles, R, False, 0, True)
+        run = nki_sim.run(_list_from_both_sides, *sides.astype(np.float32), dims, work_tiles, lnc=2)
         tiles = tiles_from_both_sides(*sides, blocks_E.cumsum() - blocks_E, R)
         num_short += int(tiles.is_short_n.sum())
-        lists = list_visits(tiles, visits, num_tiles=blocks, num_experts=E)
+        lists = list_work_tiles(tiles, work_tiles, num_tiles=blocks, num_experts=E)
         for got, want in zip(run.outputs, lists, strict=True):
             np.testing.assert_array_equal(got, want)
     assert num_short > 5
@@ -169,14 +169,14 @@ def test_what_the_check_counts_covers_what_is_alive() -> None:
     T, K, E, B = 8192, 4, 512, 32
     dims = BlockDims(E, B, num_blocks(T, K, E, B))
     config = config_of(H=128, I=64, E=E, block_size=B, num_slots=B * dims.num_blocks, num_tokens=T)
-    visits = visit_dims(config)
+    work_tiles = work_tile_dims(config)
     options = SimOptions(mode="indices")
     run = nki_sim.run(
-        index_blocks, TensorSpec((T, K), "int32"), dims, visits, lnc=2, options=options
+        index_blocks, TensorSpec((T, K), "int32"), dims, work_tiles, lnc=2, options=options
     )
-    assert run.sbuf_peak_bytes <= sbuf_bytes(T, K, dims, 2, visits)
+    assert run.sbuf_peak_bytes <= sbuf_bytes(T, K, dims, 2, work_tiles)
 
 
 def test_row_tiles_that_do_not_fill_a_block_are_refused() -> None:
     with pytest.raises(ValueError, match="tile_rows=48: must divide block_size=64"):
-        check_index_blocks(4, 2, BlockDims(8, 64, 8), 2, VisitDims(2, 4, 8, 48, False, 0))
+        check_index_blocks(4, 2, BlockDims(8, 64, 8), 2, WorkTileDims(2, 4, 8, 48, False, 0))
