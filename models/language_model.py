@@ -112,8 +112,8 @@ class Prompting:
             system: how to answer, said before all else.
         """
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        told = [] if system is None else [{"role": "system", "content": system}]
-        return self.codec.encode(self.template.render([*told, *asked]), is_template=True)
+        prompt = [] if system is None else [{"role": "system", "content": system}]
+        return self.codec.encode(self.template.render([*prompt, *asked]), is_template=True)
 
 
 class LanguageModel:

@@ -45,9 +45,9 @@ def what_it_is(config: Mapping[str, Any], known: Sequence[str]) -> str:
 
 def what_lies_in(folder: Path) -> str:
     """Return what to do about a folder without config.json."""
-    for pattern, told in _FOLDERS.items():
+    for pattern, what in _FOLDERS.items():
         if any(folder.glob(pattern)):
-            return told
+            return what
     return "Check the path, or download it."
 
 

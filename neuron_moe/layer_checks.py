@@ -58,7 +58,7 @@ def check_sequence_dimension(value: object) -> None:
 def check_sequences(
     router: Router, experts: RoutedExperts, *, is_parallel: bool, axis: int
 ) -> None:
-    """Raise ValueError where router or experts were told otherwise than the layer, or of what one
+    """Raise ValueError where router or experts are set otherwise than the layer, or of what one
     graph for all ranks cannot do.
 
     Args:
@@ -125,17 +125,17 @@ def remarks_of(
     """Return a sentence for each option of a layer and its parts that changes nothing.
 
     Raises:
-        ValueError: fused decode was asked for without saying how.
+        ValueError: init_tkg_module=True without a tkg_config.
     """
-    told = [remark for part in (router, shared) for remark in getattr(part, "remarks", ())]
+    remarks = [remark for part in (router, shared) for remark in getattr(part, "remarks", ())]
     if tkg_config is not None:
-        told += tkg_config.remarks(backend)
+        remarks += tkg_config.remarks(backend)
     elif init_tkg_module:
         raise ValueError("init_tkg_module=True: needs a tkg_config. Pass one, or leave it False.")
     if init_tkg_module:
-        told.append("init_tkg_module=True: fused decode is one plan of this layer")
+        remarks.append("init_tkg_module=True: fused decode is one plan of this layer")
     if unused_seed is not None:
-        told.append(
+        remarks.append(
             f"token_shuffle_seed={unused_seed}: nothing is shuffled with token_shuffle_group_size=1"
         )
-    return tuple(told)
+    return tuple(remarks)

@@ -117,13 +117,13 @@ def _gates_first(interleaved: Tensor) -> Tensor:
 
 def _formula_of(module: Any) -> ExpertFormula:
     """Return the formula that computes what the module's own activation does, found by trying."""
-    told = (
+    settings = (
         getattr(module, "alpha", None),
         getattr(module, "act_fn", None),
         *sorted(_bounds(module)),
     )
     before, found = module.__dict__.get("_neuron_moe_formula", ((), None))
-    if before == told and isinstance(found, ExpertFormula):
+    if before == settings and isinstance(found, ExpertFormula):
         return found
     # Near zero, and far beyond any clamp that models have; gates meet ups of all sizes and signs.
     far = torch.logspace(1.0, 4.0, 64)
@@ -136,7 +136,7 @@ def _formula_of(module: Any) -> ExpertFormula:
         ours = _gates_first(sample) if is_mixed else sample
         for formula in _candidates(module):
             if torch.allclose(activate(ours, formula), expected, _TOLERANCE, _TOLERANCE):
-                module._neuron_moe_formula = told, formula
+                module._neuron_moe_formula = settings, formula
                 return formula
     raise ValueError(
         f"{type(module).__name__}: its activation is none of {', '.join(EXPERT_ACTIVATIONS)}, nor"

@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nki-sim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
-        ("run", "Run a kernel with every check; print what it returns and what was found."),
-        ("profile", "Print how long a kernel takes on a chip, and which lines hold it up."),
+        ("run", "Lint and run a kernel with every check; print its results and what was found."),
+        ("profile", "Lint a kernel; print how long it takes on a chip, which lines hold it up."),
     ):
         command = commands.add_parser(
             name,
@@ -71,11 +71,13 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_ARGUMENTS,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("kernel", metavar="FILE.py:NAME")
-        command.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+        command.add_argument("kernel", metavar="FILE.py:NAME", help="the function NAME of a file")
+        command.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
         command.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
         command.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
-        command.add_argument("--nki", choices=VERSIONS, help="version (default: 0.7)")
+        command.add_argument(
+            "--nki", choices=VERSIONS, help="version of the language (default: 0.7)"
+        )
         if name == "run":
             command.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the results")
         else:
@@ -88,9 +90,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(args: argparse.Namespace, options: SimOptions) -> Any:
-    """Run the kernel that the command names."""
-    chosen = replace(options, target=args.target, nki=args.nki)
-    return simulate(load_kernel(args.kernel), read_arguments(args.arguments), args.lnc, chosen)
+    """Run the kernel that the command names; say before what the linter finds in it."""
+    kernel, chosen = load_kernel(args.kernel), replace(options, target=args.target, nki=args.nki)
+    for finding in linter.lint_kernel(kernel, dialect=args.nki or VERSIONS[0]):
+        sys.stdout.write(f"{finding}\n")
+    return simulate(kernel, read_arguments(args.arguments), args.lnc, chosen)
 
 
 def _run(args: argparse.Namespace) -> int:

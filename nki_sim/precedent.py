@@ -71,11 +71,6 @@ _REMARKS: Final = (
         " hanging until it is reset (aws-neuron-sdk issue 1390, open)",
     ),
     (
-        "dma_transpose",
-        "vector_offset of int32",
-        "indices of a transposing gather are uint32 (nki.isa.dma_transpose; nki-dge)",
-    ),
-    (
         "dma_copy",
         "scalar_offset",
         "the descriptor generators' limits on shapes are published nowhere; a copy was refused as"

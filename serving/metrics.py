@@ -47,7 +47,7 @@ class ServingCounters:
         for layer in moe_layers(model):
             layer.enable_load_counters()
         self._first = next(iter(self._layers.values()))
-        self._told = {
+        self._reported = {
             number: [0] * moe.router.spec.num_experts for number, moe in self._layers.items()
         }
         self._tokens, self._steps = _counters()
@@ -70,7 +70,7 @@ class ServingCounters:
             if load is None:
                 continue
             for expert, count in enumerate(load.tolist()):
-                new = count - self._told[number][expert]
+                new = count - self._reported[number][expert]
                 if new:
                     self._tokens.labels(number, expert).inc(new)
-                    self._told[number][expert] = count
+                    self._reported[number][expert] = count

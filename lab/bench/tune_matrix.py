@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def main() -> int:
         _tell(f"{work.name}, {task.name} [{took:.1f} s]; {pace.text()}")
 
     first = [*tuned.values(), *(each for each in few.values() if each is not None)]
-    phases = [lambda: list(first), lambda: list(rest.values())]
+    phases: list[Callable[[], list[Work]]] = [lambda: list(first), lambda: list(rest.values())]
     run_phases(phases, on_taken, args.jobs, args.minutes)
     rows = [
         _row_of(case, planned[case], tuned[case], rest[case], seconds[case])

@@ -14,7 +14,7 @@ from lab.mutants.trying import QUIET, in_fork, settle_in
 OPTIONS = "[run]\nparallel = true\npatch = _exit\nrelative_files = true\nsource = {rooms}\n"
 # Tests of the rules of the tree, of commands, and of prices, where no mutants are made.
 LEFT_OUT = (
-    "lab/mutants",
+    "tests/lab",
     "tests/repo",
     "tests/tools",
     "tests/nki_kernels/decode/test_fit",

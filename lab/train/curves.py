@@ -97,7 +97,7 @@ def _theirs(implementation: Callable[[], str]) -> Callable[[Run], nn.Module]:
 
         model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
         model.set_experts_implementation(implementation())
-        trained: nn.Module = model.float().train()  # transformers 5.17 gives experts in bfloat16
+        trained = nn.Module.float(model).train()  # transformers 5.17 gives experts in bfloat16
         return trained
 
     return build

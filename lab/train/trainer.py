@@ -11,8 +11,10 @@ import tempfile
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Mxfp4Config, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.utils.quantization_config import Mxfp4Config
 
 from lab.train.train import Run, draw_batch, read_tokens
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
@@ -63,7 +65,7 @@ def train(steps: int, batch: int, *, is_ours: bool) -> list[float]:
         dtype=torch.float32,
         quantization_config=Mxfp4Config(dequantize=True),
     )
-    model.float()  # transformers 5.17 gives experts in bfloat16
+    nn.Module.float(model)  # transformers 5.17 gives experts in bfloat16
     ours = register_experts("cuda" if has_gpu else "torch", save_percent=0)
     model.set_experts_implementation(ours if is_ours else "eager")
     is_spread = has_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -25,7 +25,7 @@ from neuron_moe.planner.layer_cost import RoutedTokens, layer_cost
 from neuron_moe.planner.sizes import ModelSizes
 
 TARGETS = ("throughput", "ttft", "tpot")
-AS_GOOD = 1.02  # times within this factor are told as ties
+AS_GOOD = 1.02  # times within this factor count as ties
 _MOST_TIES = 3
 _ANSWER_TOKENS = 1024  # of a sequence behind its prompt, where nobody says
 
@@ -148,7 +148,7 @@ class ServingPlan:
             layout, reason = list(self.rejected.items())[-1]  # the one over all ranks
             return f"whole model: no layout serves it. {layout}: {reason}"
         best, serving = self.layouts[0], self.serving
-        told = (
+        text = (
             f"best for {self.target}: {best}\n"
             f"  first token after {best.ttft_ms:.1f} ms (prompt of {serving.prompt}), then"
             f" {best.tpot_ms:.2f} ms a token at batch {serving.batch}:"
@@ -159,8 +159,8 @@ class ServingPlan:
         if same := ties(self.layouts, self.target):
             more = f"; and {len(same) - _MOST_TIES} more" if len(same) > _MOST_TIES else ""
             names = "; ".join(map(str, same[:_MOST_TIES]))
-            told += f"\n  as good within {AS_GOOD - 1:.0%}: {names}{more}"
-        return told
+            text += f"\n  as good within {AS_GOOD - 1:.0%}: {names}{more}"
+        return text
 
 
 def plan_serving(

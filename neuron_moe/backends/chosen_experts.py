@@ -17,7 +17,7 @@ from neuron_moe.backends import compiled_products
 from neuron_moe.backends.expert_threads import run_side_by_side
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
-from neuron_moe.weights.huge_pages import ask_for_huge_pages
+from neuron_moe.weights.huge_pages import request_huge_pages
 from neuron_moe.weights.packed import FEWEST_ROWS, PackedMatrices
 from neuron_moe.weights.product_forms import (
     AT_ONCE_FORMS,
@@ -194,7 +194,7 @@ class JoinedRows:
 
     def __init__(self, num_rows: int, like_TH: Tensor) -> None:
         shape = (num_rows + 1, like_TH.shape[1])
-        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
+        self._rows = request_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
 
     def place(self, start: int, end: int) -> Tensor:

@@ -7,7 +7,7 @@
 // the memory, and meets one barrier where a product for each expert meets one each.
 //
 // Where the processor has matrix tiles (AMX), bfloat16 steps with several rows an expert use them: a
-// tile of the matrix as it lies, 16 columns by 32 inputs, times 16 rows that were turned before.
+// tile of the matrix as it lies, 16 columns by 32 inputs, times 16 rows that were transposed before.
 //
 // Letters: r row, n column (output), k input; a run is the rows of one expert.
 
@@ -143,8 +143,8 @@ struct Step {
   float* out;
   const int64_t *experts, *starts;
   ptrdiff_t num_runs, num_inputs, num_outputs;
-  const int64_t* turned_starts;  // of each run in `turned`, in rows
-  uint32_t* turned;              // null: no tiles
+  const int64_t* transposed_starts;  // of each run in `transposed`, in rows
+  uint32_t* transposed;              // null: no tiles
 };
 
 template <class Number>
@@ -235,15 +235,15 @@ static_assert(sizeof TILE_SHAPES == 64, "as the processor reads it");
 // Words of the rows of a run, [inputs / 2][16] for each 16 rows; missing ones are zeros.
 void turn_rows(const Step<uint16_t>& step, ptrdiff_t run) {
   const ptrdiff_t inputs = step.num_inputs, end = step.starts[run + 1];
-  uint32_t* turned = step.turned + step.turned_starts[run] * (inputs / 2);
-  const ptrdiff_t num_rows = step.turned_starts[run + 1] - step.turned_starts[run];
-  for (ptrdiff_t first = 0; first < num_rows; first += TILE, turned += TILE * (inputs / 2))
+  uint32_t* transposed = step.transposed + step.transposed_starts[run] * (inputs / 2);
+  const ptrdiff_t num_rows = step.transposed_starts[run + 1] - step.transposed_starts[run];
+  for (ptrdiff_t first = 0; first < num_rows; first += TILE, transposed += TILE * (inputs / 2))
     for (ptrdiff_t word = 0; word < inputs / 2; word += TILE)
       for (int r = 0; r < TILE; r++) {
         const ptrdiff_t row = step.starts[run] + first + r;
         uint32_t words[TILE] = {};
         if (row < end) memcpy(words, step.rows + row * inputs + 2 * word, sizeof words);
-        for (int w = 0; w < TILE; w++) turned[(word + w) * TILE + r] = words[w];
+        for (int w = 0; w < TILE; w++) transposed[(word + w) * TILE + r] = words[w];
       }
 }
 
@@ -260,14 +260,14 @@ void multiply_tiles(const Step<uint16_t>& step, ptrdiff_t run, ptrdiff_t column,
   alignas(64) float sums[4][TILE * TILE];
   const ptrdiff_t inputs = step.num_inputs, outputs = step.num_outputs;
   const ptrdiff_t num_rows = step.starts[run + 1] - step.starts[run];
-  const uint32_t* turned = step.turned + step.turned_starts[run] * (inputs / 2);
+  const uint32_t* transposed = step.transposed + step.transposed_starts[run] * (inputs / 2);
   _tile_loadconfig(&TILE_SHAPES);
   for (ptrdiff_t first = 0; first < num_rows; first += 2 * TILE)
     for (ptrdiff_t at = column; at < end; at += 2 * TILE) {
       const ptrdiff_t place = step.experts[run] * outputs + at;
       const uint16_t* upper = step.matrices + place * inputs;
       const uint16_t* lower = upper + TILE * inputs;
-      const uint32_t* left = turned + first * (inputs / 2);
+      const uint32_t* left = transposed + first * (inputs / 2);
       const uint32_t* right = left + TILE * (inputs / 2);
       _tile_zero(0);
       _tile_zero(1);
@@ -311,7 +311,7 @@ void multiply(const Step<Number>& step, int num_threads) {
   const ptrdiff_t pieces = (step.num_outputs + PIECE - 1) / PIECE;
 #pragma omp parallel num_threads(num_threads)
   {
-    if (step.turned) {
+    if (step.transposed) {
 #pragma omp for schedule(dynamic, 1)
       for (ptrdiff_t run = 0; run < step.num_runs; run++) turn_rows(step, run);
     }
@@ -319,8 +319,8 @@ void multiply(const Step<Number>& step, int num_threads) {
     for (ptrdiff_t task = 0; task < step.num_runs * pieces; task++) {
       const ptrdiff_t run = task / pieces, column = task % pieces * PIECE;
       const ptrdiff_t end = column + PIECE < step.num_outputs ? column + PIECE : step.num_outputs;
-      const ptrdiff_t end_row = step.turned ? 0 : step.starts[run + 1];
-      if (step.turned) multiply_tiles(step, run, column, end);
+      const ptrdiff_t end_row = step.transposed ? 0 : step.starts[run + 1];
+      if (step.transposed) multiply_tiles(step, run, column, end);
       for (ptrdiff_t row = step.starts[run]; row < end_row; row += CACHED_ROWS) {
         const ptrdiff_t last = row + CACHED_ROWS < end_row ? row + CACHED_ROWS : end_row;
         multiply_piece(step, step.experts[run], row, last, column, end);
@@ -333,7 +333,7 @@ void multiply(const Step<Number>& step, int num_threads) {
 
 extern "C" {
 
-// Whether bfloat16 products may be given memory for turned rows, and then use tiles.
+// Whether bfloat16 products may be given memory for transposed rows, and then use tiles.
 int has_tiles() { return may_use_tiles(); }
 
 void multiply_float32(const float* rows, const float* matrices, const float* bias, float* out,
@@ -346,10 +346,10 @@ void multiply_float32(const float* rows, const float* matrices, const float* bia
 
 void multiply_bfloat16(const uint16_t* rows, const uint16_t* matrices, const uint16_t* bias,
                        float* out, const int64_t* experts, const int64_t* starts,
-                       const int64_t* turned_starts, uint32_t* turned, int64_t num_runs,
+                       const int64_t* transposed_starts, uint32_t* transposed, int64_t num_runs,
                        int64_t num_inputs, int64_t num_outputs, int num_threads) {
   multiply<uint16_t>({rows, matrices, bias, out, experts, starts, num_runs, num_inputs,
-                      num_outputs, turned_starts, turned},
+                      num_outputs, transposed_starts, transposed},
                      num_threads);
 }
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from neuron_moe.weights.huge_pages import ask_for_huge_pages
+from neuron_moe.weights.huge_pages import request_huge_pages
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -97,11 +97,11 @@ def multiply(
     num_inputs, num_outputs = matrices_Ekn.shape[1:]
     if out_nk is None:
         shape = (rows_nk.shape[0], num_outputs)
-        out_nk = ask_for_huge_pages(rows_nk.new_empty(shape, dtype=torch.float32))
+        out_nk = request_huge_pages(rows_nk.new_empty(shape, dtype=torch.float32))
     starts = torch.tensor([0, *counts]).cumsum(0)
     numbers = torch.tensor(experts)
-    turned = _memory_for_tiles(matrices_Ekn, counts)
-    operands = (rows_nk, matrices_Ekn.detach(), bias_En, out_nk, numbers, starts, *turned)
+    transposed = _memory_for_tiles(matrices_Ekn, counts)
+    operands = (rows_nk, matrices_Ekn.detach(), bias_En, out_nk, numbers, starts, *transposed)
     name = str(matrices_Ekn.dtype).removeprefix("torch.")
     function = getattr(_library(), f"multiply_{name}")
     sizes = (len(experts), num_inputs, num_outputs)
@@ -116,7 +116,7 @@ def multiply(
 def _memory_for_tiles(
     matrices_Ekn: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return where each expert's turned rows begin, and their memory; None: tiles are not used."""
+    """Return where each expert's transposed rows begin, and their memory; None: no tiles."""
     _, num_inputs, num_outputs = matrices_Ekn.shape
     is_whole = num_inputs % _TILES == num_outputs % _TILES == 0
     if matrices_Ekn.dtype != torch.bfloat16 or not is_whole or not _library().has_tiles():
@@ -124,8 +124,8 @@ def _memory_for_tiles(
     if sum(counts) < _FEW_ROWS * len(counts):
         return None, None
     starts = torch.tensor([0, *(-(-count // _TILES) * _TILES for count in counts)]).cumsum(0)
-    turned = matrices_Ekn.new_empty((int(starts[-1]), num_inputs))
-    return starts, ask_for_huge_pages(turned)
+    transposed = matrices_Ekn.new_empty((int(starts[-1]), num_inputs))
+    return starts, request_huge_pages(transposed)
 
 
 @functools.cache

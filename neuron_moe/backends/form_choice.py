@@ -141,10 +141,10 @@ def _judged(times: Mapping[str, float], forms: Iterable[str]) -> dict[str, float
 
 def _reason(times: Times, bucket: int, allowed: Iterable[str]) -> str:
     in_order = sorted(times[bucket].items(), key=lambda each: each[1])
-    told = ", ".join(f"{form} {seconds * 1e3:.3g} ms" for form, seconds in in_order)
+    times_text = ", ".join(f"{form} {seconds * 1e3:.3g} ms" for form, seconds in in_order)
     left_out = [form for form in times[bucket] if form not in allowed]
     why = f"; {' and '.join(left_out)} would need a second layout" if left_out else ""
-    return f"a sample took {told}{why}  [measured on {machine()}]"
+    return f"a sample took {times_text}{why}  [measured on {machine()}]"
 
 
 def _leaves_enough(num_bytes: int) -> bool:

@@ -400,10 +400,10 @@ def _with_remarks(
         how = "a kernel in any case" if backend == "nki" else "torch operations"
         remarks.append(f"use_index_calc_kernel=False: blocks are indexed by {how}")
     # The constructor's default is True, the configuration's None.
-    told = {config.is_prefill, None if is_prefill else False}
+    given_values = {config.is_prefill, None if is_prefill else False}
     remarks += [
         f"is_prefill={value}: this module computes both phases"
         for value in (True, False)
-        if value in told
+        if value in given_values
     ]
     return replace(tuning, remarks=tuple(remarks))

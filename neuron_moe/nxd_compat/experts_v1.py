@@ -1,5 +1,6 @@
 """NxD's first class of routed experts, whose constructor takes every setting on its own."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -80,70 +81,18 @@ class ExpertMLPs(ExpertMLPsV2):
         compat: str | None = None,
     ) -> None:
         given = dict(locals())
-        config = {name: given[name] for name in _EXPERT_KEYS}
-        tuning = {name: given[name] for name in _TUNING_KEYS}
+        given["input_layer_init_method"] = init_method
+        given["output_layer_init_method"] = output_layer_init_method
+        if block_size is None:
+            del given["block_size"]
         super().__init__(
-            RoutedExpertsMLPOpsConfig(
-                **config,
-                input_layer_init_method=init_method,
-                output_layer_init_method=output_layer_init_method,
-            ),
-            BlockwiseMatmulConfig.from_kwargs(
-                **tuning, **({} if block_size is None else {"block_size": block_size})
-            ),
-            **{name: given[name] for name in _OWN_KEYS},
+            RoutedExpertsMLPOpsConfig(**_of(RoutedExpertsMLPOpsConfig, given, "is_prefill")),
+            BlockwiseMatmulConfig.from_kwargs(**_of(BlockwiseMatmulConfig, given)),
+            **_of(ExpertMLPsV2.__init__, given),
         )
 
 
-_OWN_KEYS = (
-    "return_bias",
-    "dtype",
-    "sequence_parallel_enabled",
-    "device",
-    "tensor_model_parallel_group",
-    "expert_model_parallel_group",
-    "tkg_tensor_model_parallel_group",
-    "tkg_expert_model_parallel_group",
-    "cte_tensor_model_parallel_group",
-    "cte_expert_model_parallel_group",
-    "is_prefill",
-    "enabled_hybrid_sharding",
-    "backend",
-    "compat",
-)
-_EXPERT_KEYS = (
-    "num_experts",
-    "hidden_size",
-    "intermediate_size",
-    "top_k",
-    "hidden_act",
-    "glu_mlp",
-    "bias",
-    "glu_type",
-    "hidden_act_scaling_factor",
-    "hidden_act_bias",
-    "use_index_calc_kernel",
-    "gate_clamp_upper_limit",
-    "gate_clamp_lower_limit",
-    "up_clamp_upper_limit",
-    "up_clamp_lower_limit",
-    "normalize_top_k_affinities",
-    "early_expert_affinity_modulation",
-    "capacity_factor",
-    "enable_spmd_rank",
-    "expert_distribution",
-)
-_TUNING_KEYS = (
-    "use_block_parallel",
-    "block_sharding_strategy",
-    "skip_dma_token",
-    "skip_dma_weight",
-    "logical_nc_config",
-    "blockwise_nki_autograd_cls",
-    "use_torch_block_wise",
-    "parallelize_token_to_block_mapping",
-    "optimized_block_to_token_mapping",
-    "always_augment_inputs_for_blockwise_matmul",
-    "use_shard_on_intermediate_dynamic_while",
-    "use_shard_on_block_dynamic_while",
-)
+def _of(takes: Callable[..., Any], given: dict[str, Any], but: str = "") -> dict[str, Any]:
+    """Return what a function or class takes of the arguments, but one."""
+    names = inspect.signature(takes).parameters.keys() - {"self", but}
+    return {name: given[name] for name in names & given.keys()}

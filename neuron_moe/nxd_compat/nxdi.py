@@ -15,7 +15,6 @@ from neuron_moe.nxd_compat.configs import (
     RoutedExpertsMLPOpsConfig,
 )
 from neuron_moe.nxd_compat.experts import ExpertMLPsV2
-from neuron_moe.nxd_compat.experts_v1 import ExpertMLPs
 from neuron_moe.nxd_compat.groups import (
     get_moe_ep_group,
     get_moe_tp_ep_group,
@@ -130,7 +129,7 @@ def initialize_moe_module_v1(
 ) -> MoE:
     """Build the layer of an NxDI configuration, as `modules.moe` does (Mixtral, DBRX).
 
-    Unlike there, moe_ep_degree splits the experts.
+    Unlike there, moe_ep_degree splits the experts, and blockwise_matmul_config is read.
 
     Args:
         config: NxDI's InferenceConfig with a MoENeuronConfig.
@@ -160,16 +159,19 @@ def initialize_moe_module_v1(
         sequence_parallel_enabled=is_parallel,
         sequence_dimension=1,
     )
-    experts = ExpertMLPs(
-        num_experts,
-        top_k,
-        hidden_size,
-        intermediate_size,
-        hidden_act,
-        neuron.glu_mlp,
-        neuron.capacity_factor,
+    experts = ExpertMLPsV2(
+        RoutedExpertsMLPOpsConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            hidden_act=hidden_act,
+            glu_mlp=neuron.glu_mlp,
+            capacity_factor=neuron.capacity_factor,
+            normalize_top_k_affinities=normalize_top_k_affinities,
+        ),
+        BlockwiseMatmulConfig.of(neuron.blockwise_matmul_config),
         sequence_parallel_enabled=is_parallel,
-        normalize_top_k_affinities=normalize_top_k_affinities,
         is_prefill=neuron.is_prefill_stage is not False,
         backend=backend,
         **_groups(neuron, is_hybrid=False),

@@ -22,7 +22,7 @@ STALE_AFTER_S = 3.0
 DEFAULT_TIMEOUT_S = 25.0  # with the time it takes to find the culprit, 30
 START_TIMEOUT_S = 300.0  # until the first collective of a layer: ranks load at different speed
 _SILENT_S = 20.0  # a rank that loads may keep its watch from the processor for a while
-_PATIENCE_S = 30.0  # until a wait is told
+_PATIENCE_S = 30.0  # until a wait is reported
 _QUICK_S = 0.005  # between notes while somebody waits for them
 
 _log = logging.getLogger("neuron_moe")
@@ -103,7 +103,7 @@ class Watch:
             self._collective = f"{collective} over group {group!r}"
         self._pause_s = _QUICK_S
         self._wake.set()
-        started, is_told = time.monotonic(), False
+        started, is_reported = time.monotonic(), False
         while True:
             with self._lock:
                 missing = [rank for rank in ranks if self._starts_of(rank) < self._starts]
@@ -115,8 +115,8 @@ class Watch:
             is_silent = silence > _SILENT_S or bool(self._lost_store)
             if is_elsewhere or is_silent or seconds > START_TIMEOUT_S:
                 return f"rank {_as_runs(missing)} did not come"
-            if seconds > _PATIENCE_S and not is_told:
-                is_told = True
+            if seconds > _PATIENCE_S and not is_reported:
+                is_reported = True
                 _log.warning("rank %s: waits for rank %s to start", self.rank, _as_runs(missing))
             time.sleep(_QUICK_S)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from neuron_moe.errors import WeightError
 from neuron_moe.weights.checks import check_weight, refuse_wrong_weights
 from neuron_moe.weights.expert_weights import Packed
-from neuron_moe.weights.huge_pages import ask_for_huge_pages
+from neuron_moe.weights.huge_pages import request_huge_pages
 from neuron_moe.weights.narrow import KERNEL_FORMATS, NarrowMatrices
 
 _LARGEST_DRAWN_BYTES = 1 << 30
@@ -247,7 +247,7 @@ def laid(weight_Ekn: Tensor, *, is_transposed: bool) -> Tensor:
     """Return a copy of [E, in, out] that lies in memory as [E, out, in], or as it says."""
     num_experts, num_inputs, num_outputs = weight_Ekn.shape
     sizes = (num_outputs, num_inputs) if is_transposed else (num_inputs, num_outputs)
-    memory = ask_for_huge_pages(weight_Ekn.new_empty((num_experts, *sizes)))
+    memory = request_huge_pages(weight_Ekn.new_empty((num_experts, *sizes)))
     copy_Ekn = memory.transpose(1, 2) if is_transposed else memory
     return copy_Ekn.copy_(weight_Ekn)
 

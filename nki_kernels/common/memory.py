@@ -62,7 +62,12 @@ def table_bytes(table: Iterable[Tiles]) -> int:
 
 def tiles_bytes(buffers: Tiles) -> int:
     """Return the bytes per partition that buffers of one kind are counted with."""
-    size = buffers.counted * _item_bytes(buffers.dtype)
+    return buffers.counted * tile_bytes(buffers)
+
+
+def tile_bytes(buffers: Tiles) -> int:
+    """Return the bytes per partition of one buffer of a kind."""
+    size = _item_bytes(buffers.dtype)
     for extent in buffers.shape[1 : len(buffers.shape)]:
         size *= extent
     return size

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import comb, exp
 
 from nki_kernels.common.chip import PARTITIONS, chip_in_force, core
-from nki_kernels.common.token_tiles import split_tokens
 
 _ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
 _BESIDE_NS = 7_000.0  # simulated: before its first gather and after its last
@@ -58,10 +57,11 @@ def sum_ns(
     chip = chip_in_force()
     num_tokens = round(sum(spread))
     rows = num_parts * sum(min(pairs, columns) * many for pairs, many in enumerate(spread))
-    tokens = split_tokens(num_tokens, 0, num_cores)
-    gathers = tokens.count * columns * num_parts
+    tokens = -(-num_tokens // num_cores)  # of a core
+    tiles = -(-tokens // PARTITIONS)
+    gathers = tiles * columns * num_parts
     pieces = -(-hidden_size // piece_size(hidden_size, columns * num_parts, 2))
-    named_ns = gathers * pieces * (chip.swdge_ns + tokens.rows / tokens.count * chip.swdge_index_ns)
+    named_ns = gathers * pieces * (chip.swdge_ns + tokens / tiles * chip.swdge_index_ns)
     product_ns = gathers * _TERMS * hidden_size / chip.tensor_clock_ghz
     moved_ns = (rows + num_tokens) * hidden_size * 2 / chip.hbm_bytes_per_ns
     return _BESIDE_NS * core().transfers + max(moved_ns, named_ns, product_ns)

@@ -22,6 +22,7 @@ from nki_kernels.decode.config import (
     is_mx,
     item_bytes,
     out_banks,
+    run_of_numbers,
     tiles_beside_columns,
     tiles_in_bank,
     weighs_inner,
@@ -143,7 +144,7 @@ class DecodeBuffers(NKIObject):
 
 def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
     """Allocate y and all of PSUM."""
-    numbers = list(range(accumulator_banks(config)))
+    numbers = run_of_numbers(0, accumulator_banks(config))
     begin = len(numbers) // 2 if config.gives_rows and core == 0 and config.num_cores > 1 else 0
     held = accumulator_banks(config) if config.sums_in_psum else 0
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)

@@ -430,7 +430,15 @@ def group_size(config: DecodeConfig) -> int:
     if config.sums_in_psum or holds_expert(config):
         return 1
     together = config.chunks if config.parts == 1 else config.parts
-    return max(1, min(together, config.weight_buffers // 2, _MAX_GROUP))
+    return max(1, min(together, min(config.weight_buffers // 2, _MAX_GROUP)))
+
+
+def run_of_numbers(begin: int, end: int) -> list[int]:
+    """Return the numbers from one up to another."""
+    numbers: list[int] = []
+    while begin + len(numbers) < end:
+        numbers.append(begin + len(numbers))
+    return numbers
 
 
 def item_bytes(config: DecodeConfig) -> int:

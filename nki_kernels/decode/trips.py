@@ -29,6 +29,7 @@ from nki_kernels.decode.config import (
     entry_stride,
     group_size,
     loads_bias,
+    run_of_numbers,
     shares_halves,
     splits_experts,
 )
@@ -171,9 +172,9 @@ def _own_items(config: DecodeConfig, core: int, size: int) -> list[int]:
     """Return which items of its experts a core computes."""
     count = config.chunks * config.parts
     if config.num_cores == 1 or (splits_experts(config) and size > 0):
-        return list(range(count))
+        return run_of_numbers(0, count)
     half = count // 2 if shares_halves(config) else (config.chunks + 1) // 2 * config.parts
-    return list(range(half)) if core == 0 else list(range(half, count))
+    return run_of_numbers(0, half) if core == 0 else run_of_numbers(half, count)
 
 
 def _start_item(

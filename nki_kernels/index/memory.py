@@ -77,7 +77,8 @@ def listing_bytes(
     """
     table, E = index_table(tokens, top_k, dims), dims.num_experts
     # Experts in three types, affinities and what they are made of, numbers and slots.
-    pairs, of_experts = table.slots._replace(counted=10), table.counts._replace(counted=10)
+    pairs = Tiles(0, table.slots.shape, table.slots.dtype, 10)
+    of_experts = Tiles(0, table.counts.shape, table.counts.dtype, 10)
     groups, places = -(-E // PARTITIONS), width // E
     inside = Tiles(0, (PARTITIONS, filled_tiles(tokens), PARTITIONS), nl.bfloat16, groups)
     # Numbers, tokens, counts and parts of places, on as many partitions as there are experts.
@@ -103,4 +104,4 @@ def sbuf_bytes(
     ranking = placing + tiles_bytes(table.wanted) + tiles_bytes(table.counts)
     listing = placing + visit_bytes(visits, dims.num_experts)
     inverse = (table.digits, table.inverse, table.one_hots)
-    return max(ranking, listing, table_bytes(inverse)) + _SMALL_TILES_BYTES
+    return max(max(ranking, listing), table_bytes(inverse)) + _SMALL_TILES_BYTES

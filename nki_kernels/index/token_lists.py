@@ -74,9 +74,9 @@ def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, ro
         rows: R.
     """
     expected = tokens.rows * top_k * share
-    places = max(1, -(-int(2 * expected) // rows), _FLOOR // dims.num_experts)
+    places = max(max(1, -(-int(2 * expected) // rows)), _FLOOR // dims.num_experts)
     most = max(1, -(-tokens.rows // rows))
-    return min(places, most, GROUP // dims.num_experts) * dims.num_experts
+    return min(min(places, most), GROUP // dims.num_experts) * dims.num_experts
 
 
 def start_marks(

@@ -11,7 +11,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import num_projections
-from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles, tiles_bytes
+from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tile_bytes, tiles
 from nki_kernels.common.mx import fours_of, in_shape, out_shape, whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.common.visits import loops_of
@@ -145,7 +145,7 @@ def row_table(config: PrefillConfig) -> _RowTable:
     inner_words = words
     if is_mx(config):
         fours = (whole_quadrants(h_axis.rows), fours_of(h_axis), R)
-        words = turned._replace(shape=fours)
+        words = tiles(turned.number, fours, nl.uint8)
         turned = tiles(2, (*fours, h_axis.group), nl.bfloat16)
         halfway = (whole_quadrants(i_axis.rows), loop.in_parts, R)
         inner, inner_words = (*halfway, i_axis.group), tiles(largest, halfway, nl.uint8)
@@ -155,9 +155,9 @@ def row_table(config: PrefillConfig) -> _RowTable:
         own=tiles(apart, exchanged, nl.float32),
         other=tiles(apart, exchanged, nl.float32),
         inner=tiles(max(largest, apart), inner, nl.bfloat16),
-        words=words._replace(dtype=nl.float8_e4m3fn_x4),
-        word_scales=words._replace(dtype=nl.uint8),
-        inner_words=inner_words._replace(dtype=nl.float8_e4m3fn_x4),
+        words=tiles(words.number, words.shape, nl.float8_e4m3fn_x4),
+        word_scales=words,
+        inner_words=tiles(inner_words.number, inner_words.shape, nl.float8_e4m3fn_x4),
         inner_scales=inner_words,
         outer=tiles(loop.outer_buffers, (R, width), nl.bfloat16),
         gate=tiles(2, (i_axis.rows, R), nl.float32),
@@ -230,11 +230,11 @@ def first_loads(config: PrefillConfig) -> tuple[int, int]:
     """
     loop, weights = config.loop, weight_table(config)
     steps = loop.in_parts * loop.h_parts
-    step_bytes = PARTITIONS * tiles_bytes(weights.gate_up._replace(counted=1))
-    part_bytes = PARTITIONS * tiles_bytes(weights.down._replace(counted=1))
-    more = max(0, min(steps, loop.weight_buffers, _AHEAD_BYTES // step_bytes) - 1)
+    step_bytes = PARTITIONS * tile_bytes(weights.gate_up)
+    part_bytes = PARTITIONS * tile_bytes(weights.down)
+    more = max(0, min(min(steps, loop.weight_buffers), _AHEAD_BYTES // step_bytes) - 1)
     left = max(0, _AHEAD_BYTES - (1 + more) * step_bytes)
-    parts = min(loop.out_parts, loop.weight_buffers, left // part_bytes)
+    parts = min(min(loop.out_parts, loop.weight_buffers), left // part_bytes)
     return 1 + more, parts
 
 

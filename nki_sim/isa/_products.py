@@ -37,11 +37,10 @@ def matrix_product(left_KM: Array, right_KN: Array) -> Array:
     product_MN: Array = sum_MN.astype(np.float32)
     product_MN += np.float32(0)  # turns -0.0, with which some BLAS begin, into 0.0
     most = _EXACT / len(left_KM)
-    for axis in (None, 0):  # all columns at once, then one by one
-        reach_M, reach_N = _reach(left_KM, axis), _reach(right_KN, axis)
-        most_M, most_N = reach_M.max(), reach_N.max()
-        if most_M * most_N <= most:
-            return product_MN
+    reach_M, reach_N = _reach(left_KM), _reach(right_KN)
+    most_M, most_N = reach_M.max(), reach_N.max()
+    if most_M * most_N <= most:
+        return product_MN
     # Only these columns have sums that a BLAS may round.
     rows, columns = (np.flatnonzero(r > most) for r in (reach_M * most_N, reach_N * most_M))
     if rows.size * columns.size < product_MN.size:
@@ -66,13 +65,13 @@ def _lengths(wide_KM: Array) -> Array:
     return np.asarray(np.sqrt(np.einsum("km,km->m", wide_KM, wide_KM)))
 
 
-def _reach(values_KM: Array, axis: int | None) -> Any:
-    """Return a bound of the values in steps: in a power of two that divides them all."""
+def _reach(values_KM: Array) -> Any:
+    """Return a bound of each column in steps: in a power of two that divides all of it."""
     bits_KM = np.ascontiguousarray(values_KM).view(np.uint32) & _MAGNITUDE
-    used = np.bitwise_or.reduce(bits_KM, axis=axis) & (_IMPLIED - _LAST) | _IMPLIED
-    largest = np.maximum.reduce(bits_KM, axis=axis) >> _MANTISSA_BITS
+    used = np.bitwise_or.reduce(bits_KM, axis=0) & (_IMPLIED - _LAST) | _IMPLIED
+    largest = np.maximum.reduce(bits_KM, axis=0) >> _MANTISSA_BITS
     bits_KM -= _LAST  # zeros, which every step divides, become the largest
-    smallest = (np.minimum.reduce(bits_KM, axis=axis) + _LAST) >> _MANTISSA_BITS
+    smallest = (np.minimum.reduce(bits_KM, axis=0) + _LAST) >> _MANTISSA_BITS
     octaves = (largest - smallest).astype(np.int32)
     steps = np.ldexp(2.0 * _IMPLIED / (used & (~used + _LAST)), octaves)
     return np.where(largest == _NOT_FINITE, np.inf, steps)

@@ -316,6 +316,8 @@ def _check_indirect_transpose(src: NkiTensor) -> None:
     index = src._dynamic.index
     if src.dtype.itemsize != 2:
         raise IllegalOperand("src", "elements of 2 bytes with a vector_offset", str(src.dtype))
+    if str(index.dtype) != "uint32":
+        raise IllegalOperand("vector_offset", "indices of uint32", str(index.dtype))
     if src.shape[-1] > 128 or src.shape[0] % 16:
         raise IllegalOperand(
             "src",
@@ -341,7 +343,11 @@ def _gathered(core: Core, src: NkiTensor, oob_mode: Any) -> Access:
     assert src._dynamic is not None
     index = src._dynamic.index
     numbers = read_indices(index).reshape(index.shape[0], -1).T.reshape(-1)[: src.shape[0]]
-    return rows_at(core, "src", src, numbers, oob_mode)
+    access = rows_at(core, "src", src, numbers, oob_mode)
+    if 0 < access.num_skipped < len(numbers):
+        text = "a transposing gather of valid and skipped indices hangs a device (SDK issue 1390)"
+        core.machine.find("dge", core.location(), text)
+    return access
 
 
 def _check_unique(access: Access) -> None:

@@ -197,6 +197,7 @@ def nc_transpose(
         facts = compute_facts(result, (data,), "transpose")
         return core.issue("nc_transpose", tr.VECTOR, facts, (result,), (data,), meaning, name)
     _check_bank(core, result)
+    core.identity_bytes = max(core.identity_bytes, _STATIONARY_MAX * data.dtype.itemsize)
     dtype = str(data.dtype)
     pe_facts = tr.MatmulFacts(rows, columns, rows, dtype, dtype, str(result.dtype), True)
 

@@ -505,9 +505,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="nki-sim lint", description="Check kernels against the NKI language."
     )
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--dialect", choices=DIALECTS, default="0.7")
-    parser.add_argument("--everything", action="store_true", help="check host functions too")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.py", help="with kernels in it")
+    parser.add_argument(
+        "--dialect",
+        choices=DIALECTS,
+        default="0.7",
+        help="what may be written: 0.7: all that a tracer takes (default); 0.6: the subset of "
+        "Python that older front ends parse; house: both, as kernels here are written",
+    )
+    parser.add_argument(
+        "--everything",
+        action="store_true",
+        help="all functions of a file; without it kernels and what they call",
+    )
     arguments = parser.parse_args(argv)
     for path in arguments.files:
         if not path.is_file():

@@ -30,6 +30,7 @@ class Allocator(Program):
     Attributes:
         sbuf_bytes: bytes per partition of the SBUF tensors that Python keeps alive and that have
             been used; `sbuf_peak` is their maximum.
+        identity_bytes: bytes per partition of what the compiler transposes with.
         accumulators: accumulator registers by engine, for instructions with a reduce command.
         shared_count: shared tensors allocated so far, by name.
         shared_lines: source line ids of these allocations.
@@ -39,6 +40,7 @@ class Allocator(Program):
         super().__init__(machine, rank, core)
         self.sbuf_bytes = 0
         self.sbuf_peak = 0
+        self.identity_bytes = 0
         self.accumulators: dict[str, Any] = {}
         self.shared_count: dict[str, int] = {}
         self.shared_lines: list[int] = []

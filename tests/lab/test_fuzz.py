@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.fuzz import own_kernels
-from lab.fuzz.attacks import ATTACKS
-from lab.fuzz.kernels import FAULTS
+from tests.lab.fuzz import own_kernels
+from tests.lab.fuzz.attacks import ATTACKS
+from tests.lab.fuzz.kernels import FAULTS
 
 FEW = {
     "torch": range(20),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lab.fuzz.damages import DAMAGES, FIRST, INDEX, NORM, SECOND, Damage
 from neuron_moe.tools import cli
+from tests.lab.fuzz.damages import DAMAGES, FIRST, INDEX, NORM, SECOND, Damage
 from tests.models.families import FAMILIES, write_checkpoint
 
 

@@ -39,20 +39,23 @@ FIRST = {"gathers": "left", "activates": True, "keeps": True, "has_bias": True}
 PRODUCTS = {
     "first, gathered": FIRST,
     # As transformers lays weights out.
-    "first, gathered, turned": {**FIRST, "right_is_turned": True},
+    "first, gathered, transposed": {**FIRST, "right_is_transposed": True},
     "second": {},
-    "rows back": {"right_is_turned": True},
+    "rows back": {"right_is_transposed": True},
     "rows back, gathered and copied": {
         "gathers": "left",
-        "right_is_turned": True,
+        "right_is_transposed": True,
         "copies": True,
     },
     "weights": {"gathers": "right", "sums_rows": True},
 }
 # The other layouts, in the long run.
 MORE_PRODUCTS = {
-    f"{name}, {'turned' if is_turned else 'straight'}": {**fields, "right_is_turned": is_turned}
-    for is_turned in (False, True)
+    f"{name}, {'transposed' if is_transposed else 'straight'}": {
+        **fields,
+        "right_is_transposed": is_transposed,
+    }
+    for is_transposed in (False, True)
     for name, fields in {
         "first, kept without bias": {"gathers": "left", "activates": True, "keeps": True},
         "first": {"gathers": "left", "activates": True},

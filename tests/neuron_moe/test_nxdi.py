@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, MoE, RouterConfig, RouterTopK
+from neuron_moe import (
+    BlockwiseMatmulConfig,
+    ExpertMLPsV2,
+    MoE,
+    RoutedExpertsMLPOpsConfig,
+    RouterConfig,
+    RouterTopK,
+)
 from neuron_moe.nxd_compat import (
     ExpertMLPs,
     RouterSinkhorn,
     destroy_moe_model_parallel,
-    experts_v1,
     get_expert_parallel_rank_from_global_rank,
     get_experts_for_expert_parallel_rank,
     get_moe_ep_group,
@@ -127,9 +133,14 @@ def test_the_first_experts_are_the_second_ones() -> None:
 
 
 def test_every_argument_of_the_first_experts_is_passed_on() -> None:
-    passed = {*experts_v1._OWN_KEYS, *experts_v1._EXPERT_KEYS, *experts_v1._TUNING_KEYS}
-    passed |= {"init_method", "output_layer_init_method", "block_size"}
-    assert passed == set(inspect.signature(ExpertMLPs).parameters)
+    taken = {"init_method"}  # input_layer_init_method of the configuration
+    for each in (RoutedExpertsMLPOpsConfig, BlockwiseMatmulConfig, ExpertMLPsV2):
+        taken |= set(inspect.signature(each).parameters)
+    assert set(inspect.signature(ExpertMLPs).parameters) <= taken
+    sizes = (4, 2, 16, 8, "silu", True, None)
+    built = ExpertMLPs(*sizes, bias=True, skip_dma_weight=True, dtype=torch.bfloat16)
+    assert (built.config.bias, built.blockwise_matmul_config.skip_dma_weight) == (True, True)
+    assert (built.dtype, built.blockwise_matmul_config.leaves_block_size) == (torch.bfloat16, True)
 
 
 @pytest.mark.parametrize("factor", [0, -1.0])

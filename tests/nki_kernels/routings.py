@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -21,3 +22,9 @@ def choose_experts(routing: str, T: int, E: int, K: int, rng: np.random.Generato
         weight_E = np.where(np.arange(E) % 2 == 0, 1.0, 1e-9)
     keys = np.log(weight_E)[None, :] + rng.gumbel(size=(T, E))
     return np.argsort(-keys, axis=1)[:, :K].astype(np.int32)
+
+
+def sizes_in(name: str) -> dict[str, int]:
+    """Return the sizes that a name tells, as T500-H192-I60-E3-K2-B64 of other words."""
+    found = re.findall(r"(?:^|-)([THIEKB])(\d+)(?=-|$)", name)
+    return {letter: int(count) for letter, count in found}

@@ -100,7 +100,8 @@ def test_run_ends_with_the_line_that_breaks_a_rule(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", f"{file}:careless", "4x4:float32"]) == 1
-    error = capsys.readouterr().err
+    said, error = capsys.readouterr()
+    assert said.startswith(f"{file}:19:8: error NKI038")
     assert f"{file}:19: " in error
     assert "expected a condition known at compile time" in error
 

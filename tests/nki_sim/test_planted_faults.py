@@ -50,6 +50,19 @@ def sbuf_of(bytes_: int) -> Kernel:
     return kernel
 
 
+def sbuf_beside_a_transpose(bytes_: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = _tile(1, (128, bytes_ - 256), nl.uint8)
+        b = _tile(1, (128, 128), nl.bfloat16)
+        turned = nl.ndarray((128, 128), nl.bfloat16, nl.psum)
+        isa.nc_transpose(turned, b)
+        isa.tensor_copy(b, turned)
+        isa.tensor_tensor(b, b, a[:, 0:128], nl.add)
+        return _store(b)
+
+    return kernel
+
+
 def sbuf_tile_of(bytes_: int) -> Kernel:
     def kernel(x: Any) -> Any:
         return _store(_tile(1, (128, bytes_), nl.uint8)[:, 0:16])
@@ -566,6 +579,12 @@ E = nki_sim
 PLANTS: dict[str, Plant] = {
     "sbuf-one-byte-too-many": Plant(
         sbuf_of(SBUF_BYTES + 1), sbuf_of(SBUF_BYTES), E.CapacityError, "SBUF"
+    ),
+    "sbuf-without-room-for-the-identity": Plant(
+        sbuf_beside_a_transpose(SBUF_BYTES - 254),
+        sbuf_beside_a_transpose(SBUF_BYTES - 256),
+        E.CapacityError,
+        "SBUF",
     ),
     "sbuf-one-tile-one-byte-too-large": Plant(
         sbuf_tile_of(SBUF_BYTES + 1), sbuf_tile_of(SBUF_BYTES), E.CapacityError, "tensor"

@@ -158,7 +158,8 @@ class Sampler(nn.Module):
         tp_rank: Tensor | None = None,
     ) -> Tensor:
         if self.process_group is not None:
-            logits = functional.all_gather_tensor(logits, 1, self.process_group)
+            gathered = functional.all_gather_tensor(logits, 0, self.process_group)
+            logits = torch.cat(gathered.split(logits.shape[0]), dim=1)
         return logits.argmax(-1).to(torch.int32)
 
 

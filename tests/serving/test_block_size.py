@@ -10,7 +10,7 @@ import torch
 from neuron_moe import BlockwiseMatmulConfig
 from neuron_moe.backends.nki import launch
 from neuron_moe.models.shipped import TINY_NAME
-from neuron_moe.nxd_compat import initialize_moe_module
+from neuron_moe.nxd_compat import initialize_moe_module, initialize_moe_module_v1
 from neuron_moe.tuned import TunedModel, TunedPlans
 from tests.neuron_moe.test_nxd_hazards import inference_config
 from tests.neuron_moe.test_tuned import CHOICE, H, I
@@ -51,19 +51,24 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(config: BlockwiseMatmulConfig) -> None:
-    """Build a layer as NxDI does, and run it in each bucket."""
+def run(config: BlockwiseMatmulConfig, *, is_first: bool = False) -> None:
+    """Build a layer as NxDI does, in its first way for Mixtral and DBRX; run it in each bucket."""
     given = inference_config(blockwise_matmul_config=config)
     given.hidden_size, given.intermediate_size, given.hidden_act = H, I, "silu"
-    layer = initialize_moe_module(given, backend="nki").to(torch.bfloat16)
+    if is_first:
+        layer = initialize_moe_module_v1(given, 8, 2, H, I, "silu", backend="nki")
+    else:
+        layer = initialize_moe_module(given, backend="nki")
+    layer = layer.to(torch.bfloat16)
     with torch.no_grad():
         for tokens, _ in BUCKETS:
             layer(torch.zeros(1, tokens, H, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("is_first", [False, True], ids=["moe_v2", "moe"])
 @pytest.mark.parametrize("size", [32, 64])
-def test_of_nxdis_blockwise_matmul_config(size: int, launched: list[int]) -> None:
-    run(BlockwiseMatmulConfig(block_size=size))
+def test_of_nxdis_blockwise_matmul_config(size: int, is_first: bool, launched: list[int]) -> None:
+    run(BlockwiseMatmulConfig(block_size=size), is_first=is_first)
     assert launched == [size] * len(BUCKETS)
 
 

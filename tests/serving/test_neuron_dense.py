@@ -157,7 +157,8 @@ def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of
 def test_graphs_with_kernels_alone_give_the_tokens_of_generate(
     name: str, size: int, ep_degree: int, folder_of: Folders
 ) -> None:
-    folder, prompts = folder_of(name), [list(range(10, 40)), list(range(60, 70))]
+    # Of prompts after which no two tokens nearly tie: parts are summed in another order.
+    folder, prompts = folder_of(name), [list(range(200, 224)), list(range(70, 90))]
     model: Any = load_model(folder, dtype=torch.bfloat16, backend="nki")
     with torch.inference_mode():
         expected = generate(model, prompts, GenerationOptions(max_new_tokens=3)).token_ids

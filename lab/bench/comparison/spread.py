@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import nki_sim
+from lab.bench.comparison.knobs import Knobs, in_words
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_sim.errors import NkiValidationError
-from nki_sim.time.sensitivity import Knobs, in_words
 from nki_sim.time.timeline import Timeline
 
 Launch = Callable[[], Iterable[nki_sim.Run]]

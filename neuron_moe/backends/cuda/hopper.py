@@ -1,7 +1,7 @@
 """Warp-specialised grouped products for Hopper GPUs, in Gluon.
 
 Two kinds of product over rows sorted as in `kernels`: rows with their experts' matrices, and, for
-each expert, its rows of one buffer, turned, with its rows of another. One program runs on each
+each expert, its rows of one buffer, transposed, with its rows of another. One program runs on each
 multiprocessor and walks over tiles of 128 x `tile.width`. Its parts: a warpgroup that fills a ring
 of stages, by TMA, or by asynchronous copies of each row where rows are gathered by token; and two
 warpgroups that multiply 64 of the 128 rows each, apply bias and activation in registers, and store
@@ -108,7 +108,7 @@ def _load_stage(
     else:
         if P.gathers != "left":
             _load_tile(left_desc, [tile * BLOCK_ROWS, depth], bar, left_ring.index(stage))
-        if P.is_paired and P.right_is_turned:
+        if P.is_paired and P.right_is_transposed:
             row = expert * P.width + column * P.span
             _load_tile(right_desc, [row, depth], bar, right_ring.index(2 * stage))
             place = [row + P.width // 2, depth]
@@ -118,7 +118,7 @@ def _load_stage(
             _load_tile(right_desc, [row, column * P.span], bar, right_ring.index(2 * stage))
             place = [row, P.width // 2 + column * P.span]
             _load_tile(right_desc, place, bar, right_ring.index(2 * stage + 1))
-        elif P.right_is_turned:
+        elif P.right_is_transposed:
             place = [expert * P.width + column * P.tile.width, depth]
             _load_tile(right_desc, place, bar, right_ring.index(stage))
         else:
@@ -335,7 +335,7 @@ def _multiply_steps(
         if P.sums_rows:
             left = left.permute([1, 0])
         left = left.slice(PART * PART_ROWS, PART_ROWS, 0)
-        if P.right_is_turned:
+        if P.right_is_transposed:
             right = right.permute([1, 0])
         if COPIES:
             if column == 0:

@@ -59,7 +59,7 @@ def project(
     """Multiply rows with their experts' matrices; see `hopper.multiply`."""
     out, kept, copied = results
     num_experts, depth, width = matrix.shape
-    is_turned = matrix.stride(2) != 1
+    is_transposed = matrix.stride(2) != 1
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     product = Product(
         tile,
@@ -71,13 +71,15 @@ def project(
         _programs(source.device),
         **constants_of(formula or ExpertFormula()),
         gathers="left" if gathers else "none",
-        right_is_turned=is_turned,
+        right_is_transposed=is_transposed,
         has_bias=bias is not None,
         activates=formula is not None,
         keeps=keeps > 0,
         copies=copied is not None,
     )
-    whole = matrix.transpose(1, 2).reshape(-1, depth) if is_turned else matrix.reshape(-1, width)
+    whole = (
+        matrix.transpose(1, 2).reshape(-1, depth) if is_transposed else matrix.reshape(-1, width)
+    )
     kept_desc = out_desc = _describe(out, product.stored_block)
     if kept is not None and keeps:
         kept_rows, kept_columns = product.stored_block
@@ -96,7 +98,7 @@ def project(
     _multiply(rows, product, described, source, bias, first_tile, keeps)
 
 
-def turned(
+def transposed(
     rows: SortedRows,
     left: Tensor,
     right: Tensor,
@@ -105,7 +107,7 @@ def turned(
     tile: HopperTile,
     gathers: tuple[bool, bool],
 ) -> None:
-    """Multiply each expert's rows of `left`, turned, with its rows of `right`: out [E, ., .]."""
+    """Multiply each expert's rows of `left`, transposed, by its rows of `right`: [E, ., .]."""
     num_experts, height, width = out.shape
     product = Product(
         tile,

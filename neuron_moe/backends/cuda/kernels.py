@@ -594,7 +594,7 @@ def differentiate(
 
 
 @jit
-def multiply_turned(
+def multiply_transposed(
     left_ptr,
     right_ptr,
     pair_ptr,
@@ -615,7 +615,7 @@ def multiply_turned(
     PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply, for each expert, its rows of `left`, turned, with its rows of `right`.
+    """Multiply, for each expert, its rows of `left`, transposed, with its rows of `right`.
 
     out [E, LEFT, RIGHT]; a side that gathers is read by token. An expert without rows gets zeros.
     """

@@ -19,7 +19,7 @@ from neuron_moe.backends.cuda.tiles import (
     hopper_tile,
     product_tile,
     rows_of_tile,
-    turned_tile,
+    transposed_tile,
 )
 from neuron_moe.blocks import num_blocks
 from neuron_moe.weights.narrow import MXFP4
@@ -205,7 +205,7 @@ def backward(
         gradient_TH, (hidden_TH, affinities_TK, kept), rows, weights, formula
     )
     # In this order, so that rows of H are freed before the gradients of first weights are there.
-    down = _turned(
+    down = _transposed(
         hopper_tile("second_weights", H, I),
         rows,
         (middle_RI, gradient_TH),
@@ -228,7 +228,7 @@ def backward(
     del rows_RH
     tile = hopper_tile("first_weights", H, I)
     copies = is_sorted and not tile.gathers and hopper_launch.fits(rows, hidden_TH, product_RI)
-    first = _turned(
+    first = _transposed(
         tile,
         rows,
         (hidden_TH, product_RI),
@@ -436,7 +436,7 @@ def _combine(rows: SortedRows, rows_RH: Tensor, out: Tensor, weights_TK: Tensor 
     )
 
 
-def _turned(
+def _transposed(
     hopper: HopperTile,
     rows: SortedRows,
     sides: tuple[Tensor, Tensor],
@@ -445,7 +445,7 @@ def _turned(
     gathered: int,
     copied: Tensor | None,
 ) -> Tensor:
-    """Return each expert's left rows, turned, times its right rows.
+    """Return each expert's left rows, transposed, times its right rows.
 
     One side is read by token, or, in the order of the rows, from a copy.
     """
@@ -457,11 +457,11 @@ def _turned(
         if copied is not None:
             left, right = (left, copied) if gathered else (copied, right)
             gathers = (False, False)
-        hopper_launch.turned(rows, left, right, out, tile=hopper, gathers=gathers)
+        hopper_launch.transposed(rows, left, right, out, tile=hopper, gathers=gathers)
         return out
-    tile = turned_tile(rows.rows, left.element_size())
+    tile = transposed_tile(rows.rows, left.element_size())
     programs = _programs(left.device) * (_MOST_WARPS // tile.warps)
-    kernels.multiply_turned[(programs,)](
+    kernels.multiply_transposed[(programs,)](
         left,
         right,
         rows.pair_R,

@@ -27,8 +27,8 @@ class Product:
         top_k: pairs of a token.
         programs: multiprocessors.
         gathers: operand whose rows are read by token: 'none', 'left' or 'right'.
-        sums_rows: each expert's left rows, turned, times its right rows.
-        right_is_turned: matrices lie as [E, width, depth].
+        sums_rows: each expert's left rows, transposed, times its right rows.
+        right_is_transposed: matrices lie as [E, width, depth].
         has_bias: of the columns.
         activates: stores the activation.
         keeps: stores the product as well.
@@ -55,7 +55,7 @@ class Product:
     UP_CAP: float
     gathers: str = "none"
     sums_rows: bool = False
-    right_is_turned: bool = False
+    right_is_transposed: bool = False
     has_bias: bool = False
     activates: bool = False
     keeps: bool = False
@@ -140,13 +140,13 @@ class Product:
     @property
     def right_block(self) -> list[int]:
         """Elements of the right operand that one load takes."""
-        return [self.span, BLOCK_DEPTH] if self.right_is_turned else [BLOCK_DEPTH, self.span]
+        return [self.span, BLOCK_DEPTH] if self.right_is_transposed else [BLOCK_DEPTH, self.span]
 
     @property
     def right_operand(self) -> list[int]:
         """Elements of the right operand that a step takes, gates and ups side by side."""
         width = self.tile.width
-        return [width, BLOCK_DEPTH] if self.right_is_turned else [BLOCK_DEPTH, width]
+        return [width, BLOCK_DEPTH] if self.right_is_transposed else [BLOCK_DEPTH, width]
 
     @property
     def stored_block(self) -> list[int]:

@@ -104,8 +104,8 @@ def product_tile(rows: int, element_bytes: int, form: str = "plain") -> Tile:
     return Tile(rows, 256, depth, 8, 8, 3)
 
 
-def turned_tile(rows: int, element_bytes: int) -> Tile:
-    """Return the tile of an expert's rows turned times its rows; `depth` divides `rows`.
+def transposed_tile(rows: int, element_bytes: int) -> Tile:
+    """Return the tile of an expert's rows transposed times its rows; `depth` divides `rows`.
 
     Args:
         rows: of a row tile of the layout.

@@ -35,16 +35,16 @@ def prefill_notes(config: PrefillConfig) -> tuple[str, ...]:
     """Say what prefill does that no public kernel shows."""
     is_ahead = config.loop.is_dynamic and config.loop.trips == "ahead"
     found = ["a trip of a loop loads for the next one"] if is_ahead else []
-    return _told(found, config.weight_format)
+    return _remarks(found, config.weight_format)
 
 
 def decode_notes(config: DecodeConfig) -> tuple[str, ...]:
     """Say what decode does that no public kernel shows."""
     found = ["sums stay in PSUM from trip to trip"] if config.sums_in_psum else []
-    return _told(found, config.weights.format)
+    return _remarks(found, config.weights.format)
 
 
-def _told(found: list[str], weight_format: str) -> tuple[str, ...]:
+def _remarks(found: list[str], weight_format: str) -> tuple[str, ...]:
     if weight_format == "float8_e5m2":
         found.append("products with float8_e5m2 weights; bfloat16 weights do without")
     return (f"no public kernel has a precedent of: {'; '.join(found)}",) if found else ()

@@ -21,6 +21,7 @@ from lab.bench.anchors.report import Row, draw, summaries, table
 from lab.check.vendor_cases.library import VendorLibrary
 from nki_sim.hardware import TRN2
 from nki_sim.time.estimate import estimate
+from tests.nki_sim.timing.conftest import TraceBuilder
 
 LIBRARY = os.environ.get("NKI_LIBRARY_PATH", "")
 NEEDS_LIBRARY = pytest.mark.skipif(
@@ -74,8 +75,8 @@ def test_times_stand_in_names_of_files_and_doubt_in_repetition(tmp_path: Path) -
     assert all("beside 2 kernels" in each.doubt for each in twice)
 
 
-def test_a_trace_is_kept_and_a_slow_kernel_given_up(tmp_path: Path, make_builder: Any) -> None:
-    builder = make_builder()
+def test_a_trace_is_kept_and_a_slow_kernel_given_up(tmp_path: Path) -> None:
+    builder = TraceBuilder()
     builder.load(builder.tile(512), builder.hbm(128, 512), slice(0, 128), slice(0, 512))
     calls: list[int] = []
 
@@ -94,10 +95,8 @@ def test_a_trace_is_kept_and_a_slow_kernel_given_up(tmp_path: Path, make_builder
         kept_trace(slow, tmp_path, 0.05)
 
 
-def test_an_estimate_lies_in_its_range_and_counts_a_launch_for_a_program_alone(
-    make_builder: Any,
-) -> None:
-    builder = make_builder()
+def test_an_estimate_lies_in_its_range_and_counts_a_launch_for_a_program_alone() -> None:
+    builder = TraceBuilder()
     for _ in range(4):
         builder.load(builder.tile(512), builder.hbm(128, 512), slice(0, 128), slice(0, 512))
     alone, inside = estimate(builder.trace), estimate(builder.trace, is_alone=False)

@@ -48,6 +48,8 @@ def plant(folder: Path) -> dict[str, str]:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: nki\nVersion: 0.7.0\n")
     (installed / "RECORD").write_text("nki/isa.py,,\n")
+    (folder / "sdk" / "nki").mkdir(exist_ok=True)
+    (folder / "sdk" / "nki" / "isa.py").touch()  # a recorded file that is not there does not count
     make_checkpoint(folder / "checkpoint")
     return {
         **os.environ,

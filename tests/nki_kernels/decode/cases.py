@@ -24,7 +24,7 @@ from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.reference import decode_moe_ref
-from tests.nki_kernels.routings import choose_experts
+from tests.nki_kernels.routings import choose_experts, sizes_in
 
 BF16 = ml_dtypes.bfloat16
 DTYPES = {
@@ -210,3 +210,8 @@ class Decode:
         """Return the local experts that some token chose."""
         local = np.unique(self.index_TK - self.first)
         return int(((local >= 0) & (local < self.E)).sum())
+
+
+def sized(name: str, **more: Any) -> Decode:
+    """Return the problem whose sizes a name tells, as T1-H128-I64-E8-K2."""
+    return Decode(**sizes_in(name), **more)

@@ -22,7 +22,7 @@ from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode, records
+from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode, records, sized
 from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 
@@ -33,69 +33,56 @@ RMS_FACTOR = 1.05
 
 SELECTIVE, ALL = {"mode": "selective"}, {"mode": "all"}
 CASES = {
-    "T1-H128-I64-E8-K2": Decode(1, 128, 64, 8, 2),
-    "T3-H64-I16-E512-K22": Decode(3, 64, 16, 512, 22, options=SELECTIVE),
-    "T2-H64-I16-E896-K16": Decode(2, 64, 16, 896, 16, options=SELECTIVE),
-    "T2-H192-I60-E8-K4-situ": Decode(2, 192, 60, 8, 4, has_bias=True, options=SITU),
-    "T1-H192-I60-E8-K4-gpt-oss": Decode(1, 192, 60, 8, 4, has_bias=True, options=GPT_OSS),
-    "T1-H128-I64-E4-K4-one-of-3-ranks": Decode(1, 128, 64, 4, 4, ranks=3, rank=1),
-    "T1-H128-I64-E8-K1-pre": Decode(1, 128, 64, 8, 1, options={"scaling": "pre"}),
-    "T2-H128-I48-E7-K3": Decode(2, 128, 48, 7, 3, options=SELECTIVE),
-    "T3-H2880-I90-E4-K2-gpt-oss": Decode(
-        3, 2880, 90, 4, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
-    ),
-    "T2-H304-I17-E5-K2-one-element-over": Decode(2, 304, 17, 5, 2, options=SELECTIVE),
-    "T4-H192-I45-E5-K10": Decode(4, 192, 45, 5, 10, ranks=3, rank=2, options=SELECTIVE),
-    "T5-H704-I140-E3-K2-uneven-axes": Decode(5, 704, 140, 3, 2, has_bias=True, options=SELECTIVE),
-    "T4-H128-I131-E3-K2-uneven-rows": Decode(4, 128, 131, 3, 2, options={"layout": "ehi"}),
-    "T8-H128-I64-E9-K2-all": Decode(8, 128, 64, 9, 2, options=ALL),
-    "T9-H192-I64-E24-K2-all-gpt-oss": Decode(
-        9, 192, 64, 24, 2, has_bias=True, options={**GPT_OSS, **ALL}
-    ),
-    "T16-H128-I64-E11-K4-selective": Decode(16, 128, 64, 11, 4, options=SELECTIVE),
-    "T16-H128-I300-E5-K2-none": Decode(16, 128, 300, 5, 2, options={"scaling": "none"}),
-    "T12-H128-I64-E1-K2-one-of-4-experts": Decode(
-        12, 128, 64, 1, 2, ranks=4, rank=3, options=SELECTIVE
-    ),
-    "T6-H128-I64-E1-K1-all": Decode(6, 128, 64, 1, 1, options=ALL),
-    "T6-H128-I64-E8-K2-pre-clamps-without-0": Decode(
-        6,
-        128,
-        64,
-        8,
-        2,
-        options={"scaling": "pre", "gate_limits": limits(0.5, None), "up_offset": 1.0, **SELECTIVE},
-    ),
-    "T33-H192-I60-E3-K2-pre-gpt-oss": Decode(
-        33,
-        192,
-        60,
-        3,
-        2,
-        ranks=2,
-        rank=1,
-        has_bias=True,
-        options={**GPT_OSS, "scaling": "pre", **SELECTIVE},
-    ),
-    "T64-H256-I40-E21-K8": Decode(64, 256, 40, 21, 8, options=SELECTIVE),
-    "T100-H320-I64-E6-K2-gelu-all": Decode(
-        100, 320, 64, 6, 2, options={"activation": "gelu", **ALL}
-    ),
-    "T128-H128-I96-E13-K3": Decode(128, 128, 96, 13, 3, options=SELECTIVE),
-    "T200-H192-I60-E5-K2-gpt-oss": Decode(
-        200, 192, 60, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
-    ),
-    "T256-H1088-I64-E3-K1-all": Decode(256, 1088, 64, 3, 1, options=ALL),
-    "T130-H2048-I20-E3-K2-six-banks-of-sums": Decode(130, 2048, 20, 3, 2, options=SELECTIVE),
-    "T256-H1536-I16-E3-K2-six-banks-of-sums": Decode(256, 1536, 16, 3, 2, options=ALL),
-    "T256-H2048-I256-E1-K1-lnc1-packed-two-chunks-in-a-group": Decode(
-        256, 2048, 256, 1, 1, num_cores=1, options={"layout": "packed", **SELECTIVE}
-    ),
-    "T40-H128-I64-E4-K2-lnc1": Decode(40, 128, 64, 4, 2, num_cores=1, options=SELECTIVE),
-    "T16-H128-I64-E3-K2-lnc1-all": Decode(16, 128, 64, 3, 2, num_cores=1, options=ALL),
-    "T7-H128-I64-E4-K2-bfloat16": Decode(
-        7, 128, 64, 4, 2, options={"output_dtype": "bfloat16", **SELECTIVE}
-    ),
+    name: sized(name, **more)
+    for name, more in {
+        "T1-H128-I64-E8-K2": {},
+        "T3-H64-I16-E512-K22": {"options": SELECTIVE},
+        "T2-H64-I16-E896-K16": {"options": SELECTIVE},
+        "T2-H192-I60-E8-K4-situ": {"has_bias": True, "options": SITU},
+        "T1-H192-I60-E8-K4-gpt-oss": {"has_bias": True, "options": GPT_OSS},
+        "T1-H128-I64-E4-K4-one-of-3-ranks": {"ranks": 3, "rank": 1},
+        "T1-H128-I64-E8-K1-pre": {"options": {"scaling": "pre"}},
+        "T2-H128-I48-E7-K3": {"options": SELECTIVE},
+        "T3-H2880-I90-E4-K2-gpt-oss": {"has_bias": True, "options": {**GPT_OSS, **SELECTIVE}},
+        "T2-H304-I17-E5-K2-one-element-over": {"options": SELECTIVE},
+        "T4-H192-I45-E5-K10": {"ranks": 3, "rank": 2, "options": SELECTIVE},
+        "T5-H704-I140-E3-K2-uneven-axes": {"has_bias": True, "options": SELECTIVE},
+        "T4-H128-I131-E3-K2-uneven-rows": {"options": {"layout": "ehi"}},
+        "T8-H128-I64-E9-K2-all": {"options": ALL},
+        "T9-H192-I64-E24-K2-all-gpt-oss": {"has_bias": True, "options": {**GPT_OSS, **ALL}},
+        "T16-H128-I64-E11-K4-selective": {"options": SELECTIVE},
+        "T16-H128-I300-E5-K2-none": {"options": {"scaling": "none"}},
+        "T12-H128-I64-E1-K2-one-of-4-experts": {"ranks": 4, "rank": 3, "options": SELECTIVE},
+        "T6-H128-I64-E1-K1-all": {"options": ALL},
+        "T6-H128-I64-E8-K2-pre-clamps-without-0": {
+            "options": {
+                "scaling": "pre",
+                "gate_limits": limits(0.5, None),
+                "up_offset": 1.0,
+                **SELECTIVE,
+            }
+        },
+        "T33-H192-I60-E3-K2-pre-gpt-oss": {
+            "ranks": 2,
+            "rank": 1,
+            "has_bias": True,
+            "options": {**GPT_OSS, "scaling": "pre", **SELECTIVE},
+        },
+        "T64-H256-I40-E21-K8": {"options": SELECTIVE},
+        "T100-H320-I64-E6-K2-gelu-all": {"options": {"activation": "gelu", **ALL}},
+        "T128-H128-I96-E13-K3": {"options": SELECTIVE},
+        "T200-H192-I60-E5-K2-gpt-oss": {"has_bias": True, "options": {**GPT_OSS, **SELECTIVE}},
+        "T256-H1088-I64-E3-K1-all": {"options": ALL},
+        "T130-H2048-I20-E3-K2-six-banks-of-sums": {"options": SELECTIVE},
+        "T256-H1536-I16-E3-K2-six-banks-of-sums": {"options": ALL},
+        "T256-H2048-I256-E1-K1-lnc1-packed-two-chunks-in-a-group": {
+            "num_cores": 1,
+            "options": {"layout": "packed", **SELECTIVE},
+        },
+        "T40-H128-I64-E4-K2-lnc1": {"num_cores": 1, "options": SELECTIVE},
+        "T16-H128-I64-E3-K2-lnc1-all": {"num_cores": 1, "options": ALL},
+        "T7-H128-I64-E4-K2-bfloat16": {"options": {"output_dtype": "bfloat16", **SELECTIVE}},
+    }.items()
 }
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts", "no-hit")
 
@@ -285,155 +272,133 @@ def test_what_is_past_a_limit_is_refused(sizes: tuple[int, ...]) -> None:
 E4M3 = {"format": "float8_e4m3", "has_scales": True}
 E5M2 = {"format": "float8_e5m2", "has_scales": True}
 PLANS = {
-    "chunks": Decode(20, 128, 96, 5, 2, options={**SELECTIVE, "chunks": 3}),
-    "chunks-all-bias": Decode(
-        20, 192, 120, 5, 2, has_bias=True, options={**GPT_OSS, **ALL, "chunks": 2}
-    ),
-    "four-weight-buffers": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "weight_buffers": 4}),
-    "eight-weight-buffers-all": Decode(9, 128, 64, 23, 2, options={**ALL, "weight_buffers": 8}),
-    "intermediate": Decode(6, 128, 96, 7, 2, options={**SELECTIVE, "shard": "intermediate"}),
-    "intermediate-one-token": Decode(
-        1,
-        192,
-        120,
-        7,
-        3,
-        has_bias=True,
-        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "weight_buffers": 4},
-    ),
-    "intermediate-all": Decode(
-        30, 128, 96, 7, 2, options={**ALL, "shard": "intermediate", "chunks": 6}
-    ),
-    "intermediate-one-rank-of-two": Decode(
-        5, 128, 96, 7, 2, ranks=2, options={**SELECTIVE, "shard": "intermediate"}
-    ),
-    "trips-of-two": Decode(20, 128, 64, 15, 2, options={**SELECTIVE, "weight_buffers": 2}),
-    "trips-of-four-one-core": Decode(
-        20, 128, 64, 15, 2, num_cores=1, options={**SELECTIVE, "weight_buffers": 4}
-    ),
-    "trips-of-four-e4m3-channel": Decode(
-        20,
-        128,
-        64,
-        13,
-        2,
-        num_cores=1,
-        options={**E4M3, "down_scale": "channel", **SELECTIVE, "weight_buffers": 4},
-    ),
-    "trips-of-four-all": Decode(9, 128, 64, 21, 2, options={**ALL, "weight_buffers": 4}),
-    "trips-whose-chunks-change-buffers": Decode(
-        20, 128, 96, 13, 2, options={**SELECTIVE, "chunks": 3, "weight_buffers": 4}
-    ),
-    "trips-whose-parts-change-buffers": Decode(
-        20, 384, 384, 13, 2, options={**SELECTIVE, "chunks": 1, "parts": 3, "weight_buffers": 4}
-    ),
-    "parts-halves": Decode(
-        20, 256, 256, 11, 2, options={**SELECTIVE, "chunks": 1, "parts": 2, "weight_buffers": 2}
-    ),
-    "parts-one-token-halves": Decode(
-        1, 512, 512, 8, 1, has_bias=True, options={**GPT_OSS, "chunks": 1, "parts": 4}
-    ),
-    "parts-uneven-halves-bias": Decode(
-        20, 640, 640, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE, "chunks": 1, "parts": 2}
-    ),
-    "parts-odd": Decode(
-        20, 640, 384, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE, "chunks": 1, "parts": 3}
-    ),
-    "parts-of-chunks": Decode(
-        9, 512, 512, 7, 2, options={**SELECTIVE, "chunks": 2, "parts": 2, "weight_buffers": 4}
-    ),
-    "parts-intermediate": Decode(
-        6, 256, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate", "chunks": 2, "parts": 2}
-    ),
-    "parts-all-e4m3-channel": Decode(
-        20,
-        256,
-        256,
-        5,
-        2,
-        options={**E4M3, "down_scale": "channel", **ALL, "chunks": 1, "parts": 2},
-    ),
-    "parts-e5m2-expert-pre": Decode(
-        20,
-        512,
-        512,
-        5,
-        2,
-        has_bias=True,
-        options={
-            **GPT_OSS,
-            **E5M2,
-            "down_scale": "expert",
-            "scaling": "pre",
-            **SELECTIVE,
-            "chunks": 1,
-            "parts": 4,
+    name: sized(name, **more)
+    for name, more in {
+        "T20-H128-I96-E5-K2-chunks": {"options": {**SELECTIVE, "chunks": 3}},
+        "T20-H192-I120-E5-K2-chunks-all-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, **ALL, "chunks": 2},
         },
-    ),
-    "parts-sums-in-sbuf": Decode(
-        130, 2048, 256, 3, 2, options={**SELECTIVE, "chunks": 1, "parts": 2}
-    ),
-    "e4m3-channel": Decode(
-        20, 256, 96, 5, 2, options={**E4M3, "down_scale": "channel", **SELECTIVE}
-    ),
-    "e4m3-channel-bias-uneven": Decode(
-        20, 704, 140, 3, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **ALL}
-    ),
-    "e5m2-expert": Decode(
-        20,
-        192,
-        60,
-        5,
-        2,
-        has_bias=True,
-        options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
-    ),
-    "e5m2-expert-T200-pre": Decode(
-        200,
-        192,
-        60,
-        3,
-        2,
-        has_bias=True,
-        options={**GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE},
-    ),
+        "T40-H128-I64-E13-K2-four-weight-buffers": {"options": {**SELECTIVE, "weight_buffers": 4}},
+        "T9-H128-I64-E23-K2-eight-weight-buffers-all": {"options": {**ALL, "weight_buffers": 8}},
+        "T6-H128-I96-E7-K2-intermediate": {"options": {**SELECTIVE, "shard": "intermediate"}},
+        "T1-H192-I120-E7-K3-intermediate-one-token": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "shard": "intermediate", "chunks": 4, "weight_buffers": 4},
+        },
+        "T30-H128-I96-E7-K2-intermediate-all": {
+            "options": {**ALL, "shard": "intermediate", "chunks": 6}
+        },
+        "T5-H128-I96-E7-K2-intermediate-one-rank-of-two": {
+            "ranks": 2,
+            "options": {**SELECTIVE, "shard": "intermediate"},
+        },
+        "T20-H128-I64-E15-K2-trips-of-two": {"options": {**SELECTIVE, "weight_buffers": 2}},
+        "T20-H128-I64-E15-K2-trips-of-four-one-core": {
+            "num_cores": 1,
+            "options": {**SELECTIVE, "weight_buffers": 4},
+        },
+        "T20-H128-I64-E13-K2-trips-of-four-e4m3-channel": {
+            "num_cores": 1,
+            "options": {**E4M3, "down_scale": "channel", **SELECTIVE, "weight_buffers": 4},
+        },
+        "T9-H128-I64-E21-K2-trips-of-four-all": {"options": {**ALL, "weight_buffers": 4}},
+        "T20-H128-I96-E13-K2-trips-whose-chunks-change-buffers": {
+            "options": {**SELECTIVE, "chunks": 3, "weight_buffers": 4}
+        },
+        "T20-H384-I384-E13-K2-trips-whose-parts-change-buffers": {
+            "options": {**SELECTIVE, "chunks": 1, "parts": 3, "weight_buffers": 4}
+        },
+        "T20-H256-I256-E11-K2-parts-halves": {
+            "options": {**SELECTIVE, "chunks": 1, "parts": 2, "weight_buffers": 2}
+        },
+        "T1-H512-I512-E8-K1-parts-one-token-halves": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "chunks": 1, "parts": 4},
+        },
+        "T20-H640-I640-E5-K2-parts-uneven-halves-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, **SELECTIVE, "chunks": 1, "parts": 2},
+        },
+        "T20-H640-I384-E5-K2-parts-odd": {
+            "has_bias": True,
+            "options": {**GPT_OSS, **SELECTIVE, "chunks": 1, "parts": 3},
+        },
+        "T9-H512-I512-E7-K2-parts-of-chunks": {
+            "options": {**SELECTIVE, "chunks": 2, "parts": 2, "weight_buffers": 4}
+        },
+        "T6-H256-I512-E5-K2-parts-intermediate": {
+            "options": {**SELECTIVE, "shard": "intermediate", "chunks": 2, "parts": 2}
+        },
+        "T20-H256-I256-E5-K2-parts-all-e4m3-channel": {
+            "options": {**E4M3, "down_scale": "channel", **ALL, "chunks": 1, "parts": 2}
+        },
+        "T20-H512-I512-E5-K2-parts-e5m2-expert-pre": {
+            "has_bias": True,
+            "options": {
+                **GPT_OSS,
+                **E5M2,
+                "down_scale": "expert",
+                "scaling": "pre",
+                **SELECTIVE,
+                "chunks": 1,
+                "parts": 4,
+            },
+        },
+        "T130-H2048-I256-E3-K2-parts-sums-in-sbuf": {
+            "options": {**SELECTIVE, "chunks": 1, "parts": 2}
+        },
+        "T20-H256-I96-E5-K2-e4m3-channel": {
+            "options": {**E4M3, "down_scale": "channel", **SELECTIVE}
+        },
+        "T20-H704-I140-E3-K2-e4m3-channel-bias-uneven": {
+            "has_bias": True,
+            "options": {**E4M3, "down_scale": "channel", **ALL},
+        },
+        "T20-H192-I60-E5-K2-e5m2-expert": {
+            "has_bias": True,
+            "options": {**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
+        },
+        "T200-H192-I60-E3-K2-e5m2-expert-pre": {
+            "has_bias": True,
+            "options": {**GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE},
+        },
+    }.items()
 }
 PACKED = {
-    "T4-e4m3-channel-more-chunks-than-weight-buffers": Decode(
-        4, 256, 1024, 4, 2, options={**E4M3, "down_scale": "channel"}
-    ),
-    "T2-e4m3-channel-two-weight-buffers": Decode(
-        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "weight_buffers": 2}
-    ),
-    "T1-K9-one-core": Decode(1, 128, 48, 12, 9, num_cores=1),
-    "T1-K10-intermediate": Decode(1, 128, 256, 12, 10, options={"shard": "intermediate"}),
-    "T1-K16": Decode(1, 128, 48, 16, 16),
-    "T1-K4-gpt-oss": Decode(1, 192, 360, 8, 4, has_bias=True, options=GPT_OSS),
-    "T1-K1-intermediate": Decode(1, 128, 512, 8, 1, options={"shard": "intermediate"}),
-    "T1-I128-K1-joined-pre": Decode(1, 256, 128, 4, 1, options={"scaling": "pre"}),
-    "T20-I64-K1-joined-e4m3": Decode(
-        20, 256, 64, 5, 1, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
-    ),
-    "T20-H2880-I90-gpt-oss": Decode(
-        20, 2880, 90, 3, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
-    ),
-    "T5-uneven-axes": Decode(5, 704, 300, 3, 2, has_bias=True, options=SELECTIVE),
-    "T20-e4m3-channel": Decode(
-        20, 256, 150, 5, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
-    ),
-    "T20-e5m2-expert": Decode(
-        20,
-        192,
-        45,
-        5,
-        2,
-        has_bias=True,
-        options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
-    ),
-    "T130-e5m2-expert-all": Decode(
-        130, 256, 256, 5, 2, options={**E5M2, "down_scale": "expert", **ALL}
-    ),
-    "T40-intermediate": Decode(40, 128, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate"}),
+    name: sized(name, **more)
+    for name, more in {
+        "T4-H256-I1024-E4-K2-e4m3-channel-more-chunks-than-weight-buffers": {
+            "options": {**E4M3, "down_scale": "channel"}
+        },
+        "T2-H144-I129-E16-K8-e4m3-channel-two-weight-buffers": {
+            "options": {**E4M3, "down_scale": "channel", "weight_buffers": 2}
+        },
+        "T1-H128-I48-E12-K9-one-core": {"num_cores": 1},
+        "T1-H128-I256-E12-K10-intermediate": {"options": {"shard": "intermediate"}},
+        "T1-H128-I48-E16-K16": {},
+        "T1-H192-I360-E8-K4-gpt-oss": {"has_bias": True, "options": GPT_OSS},
+        "T1-H128-I512-E8-K1-intermediate": {"options": {"shard": "intermediate"}},
+        "T1-H256-I128-E4-K1-joined-pre": {"options": {"scaling": "pre"}},
+        "T20-H256-I64-E5-K1-joined-e4m3": {
+            "has_bias": True,
+            "options": {**E4M3, "down_scale": "channel", **SELECTIVE},
+        },
+        "T20-H2880-I90-E3-K2-gpt-oss": {"has_bias": True, "options": {**GPT_OSS, **SELECTIVE}},
+        "T5-H704-I300-E3-K2-uneven-axes": {"has_bias": True, "options": SELECTIVE},
+        "T20-H256-I150-E5-K2-e4m3-channel": {
+            "has_bias": True,
+            "options": {**E4M3, "down_scale": "channel", **SELECTIVE},
+        },
+        "T20-H192-I45-E5-K2-e5m2-expert": {
+            "has_bias": True,
+            "options": {**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
+        },
+        "T130-H256-I256-E5-K2-e5m2-expert-all": {
+            "options": {**E5M2, "down_scale": "expert", **ALL}
+        },
+        "T40-H128-I512-E5-K2-intermediate": {"options": {**SELECTIVE, "shard": "intermediate"}},
+    }.items()
 }
 
 

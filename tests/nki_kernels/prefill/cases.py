@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from nki_kernels.prefill import (
     visits_of,
 )
 from nki_kernels.prefill.config import with_loop
-from tests.nki_kernels.routings import choose_experts
+from tests.nki_kernels.routings import choose_experts, sizes_in
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS: dict[str, Any] = {
@@ -255,5 +254,4 @@ class Prefill:
 
 def sized(name: str, **more: Any) -> Prefill:
     """Return the problem whose sizes a name tells, as T500-H192-I60-E3-K2-B64; B is 128 if not."""
-    sizes = re.findall(r"(?:^|-)([THIEKB])(\d+)(?=-|$)", name)
-    return Prefill(**{letter: int(count) for letter, count in sizes}, **more)
+    return Prefill(**sizes_in(name), **more)

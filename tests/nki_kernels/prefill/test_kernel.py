@@ -241,120 +241,83 @@ def test_entries_of_later_visits_come_after_the_first(
 
 
 PARTS = {
-    "one-buffer": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1}),
-    "one-buffer-bias": Prefill(
-        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"weight_buffers": 1}
-    ),
-    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1, "in_parts": 2}),
-    "4-parts-bias": Prefill(
-        150,
-        128,
-        256,
-        3,
-        2,
-        64,
-        has_bias=True,
-        options=GPT_OSS,
-        loop={"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
-    ),
-    "3-parts-e4m3-post": Prefill(
-        150,
-        128,
-        384,
-        3,
-        2,
-        64,
-        loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
-    "by-4-parts-bias": Prefill(
-        150, 128, 512, 3, 2, 64, has_bias=True, options={**GPT_OSS, "weight_parts": (4, 1)}
-    ),
-    "by-2-and-2-parts-of-halves": Prefill(
-        150, 512, 512, 3, 2, 64, options={"weight_parts": (4, 2), "shard_plan": "intermediate"}
-    ),
-    "by-4-parts-e4m3-no-gate": Prefill(
-        150,
-        512,
-        256,
-        3,
-        2,
-        64,
-        options={
-            "weight_parts": (4, 2),
-            "has_gate": False,
-            "weight_format": "float8_e4m3",
-            "has_scales": True,
+    name: sized(name, **more)
+    for name, more in {
+        "T150-H128-I256-E3-K2-B64-one-buffer": {"loop": {"weight_buffers": 1}},
+        "T150-H192-I60-E3-K2-B64-one-buffer-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"weight_buffers": 1},
         },
-    ),
-    "2-parts-few-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}),
-    "2-parts-of-a-half": Prefill(
-        150,
-        128,
-        512,
-        3,
-        2,
-        64,
-        loop={"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
-        options={"shard_plan": "intermediate"},
-    ),
-    "2-parts-of-h": Prefill(300, 512, 256, 3, 2, 64, loop={"h_parts": 2}),
-    "4-parts-of-h-no-gate-bias": Prefill(
-        300, 512, 192, 3, 2, 64, has_bias=True, options={"has_gate": False}, loop={"h_parts": 4}
-    ),
-    "2-parts-of-h-in-3-e4m3": Prefill(
-        150,
-        512,
-        384,
-        3,
-        2,
-        64,
-        loop={"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
-        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
-    ),
-    "2-parts-of-h-in-2-bias": Prefill(
-        300,
-        256,
-        256,
-        3,
-        2,
-        64,
-        has_bias=True,
-        options=GPT_OSS,
-        loop={"in_parts": 2, "h_parts": 2},
-    ),
-    "4-parts-of-h-of-a-half-by-parts": Prefill(
-        150,
-        512,
-        512,
-        3,
-        2,
-        64,
-        loop={"h_parts": 4},
-        options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
-    ),
-    "rows-by-themselves": Prefill(600, 128, 256, 3, 2, 64, loop={"piece_rows": 1}),
-    "rows-by-themselves-of-a-half": Prefill(
-        150, 128, 512, 3, 2, 64, loop={"piece_rows": 1}, options={"shard_plan": "intermediate"}
-    ),
-    "rows-by-themselves-of-half-the-columns": Prefill(
-        300, 512, 256, 3, 2, 128, loop={"piece_rows": 1}, options={"shard_plan": "hidden"}
-    ),
-    "pieces-of-64": Prefill(300, 128, 256, 5, 2, 128, loop={"piece_rows": 64}),
-    "2-parts-of-h-e5m2": Prefill(
-        300,
-        512,
-        256,
-        3,
-        2,
-        64,
-        loop={"h_parts": 2, "out_parts": 2},
-        options={"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
-    ),
-    "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
-    "one-buffer-of-first-rows-in-halves": Prefill(
-        300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
-    ),
+        "T150-H128-I256-E3-K2-B64-2-parts": {"loop": {"weight_buffers": 1, "in_parts": 2}},
+        "T150-H128-I256-E3-K2-B64-4-parts-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
+        },
+        "T150-H128-I384-E3-K2-B64-3-parts-e4m3-post": {
+            "loop": {"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+        },
+        "T150-H128-I512-E3-K2-B64-by-4-parts-bias": {
+            "has_bias": True,
+            "options": {**GPT_OSS, "weight_parts": (4, 1)},
+        },
+        "T150-H512-I512-E3-K2-B64-by-2-and-2-parts-of-halves": {
+            "options": {"weight_parts": (4, 2), "shard_plan": "intermediate"}
+        },
+        "T150-H512-I256-E3-K2-B64-by-4-parts-e4m3-no-gate": {
+            "options": {
+                "weight_parts": (4, 2),
+                "has_gate": False,
+                "weight_format": "float8_e4m3",
+                "has_scales": True,
+            }
+        },
+        "T600-H128-I256-E3-K2-B64-2-parts-few-rows": {"loop": {"in_parts": 2, "row_buffers": 2}},
+        "T150-H128-I512-E3-K2-B64-2-parts-of-a-half": {
+            "loop": {"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
+            "options": {"shard_plan": "intermediate"},
+        },
+        "T300-H512-I256-E3-K2-B64-2-parts-of-h": {"loop": {"h_parts": 2}},
+        "T300-H512-I192-E3-K2-B64-4-parts-of-h-no-gate-bias": {
+            "has_bias": True,
+            "options": {"has_gate": False},
+            "loop": {"h_parts": 4},
+        },
+        "T150-H512-I384-E3-K2-B64-2-parts-of-h-in-3-e4m3": {
+            "loop": {"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
+            "options": {"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+        },
+        "T300-H256-I256-E3-K2-B64-2-parts-of-h-in-2-bias": {
+            "has_bias": True,
+            "options": GPT_OSS,
+            "loop": {"in_parts": 2, "h_parts": 2},
+        },
+        "T150-H512-I512-E3-K2-B64-4-parts-of-h-of-a-half-by-parts": {
+            "loop": {"h_parts": 4},
+            "options": {"weight_parts": (4, 2), "shard_plan": "intermediate"},
+        },
+        "T600-H128-I256-E3-K2-B64-rows-by-themselves": {"loop": {"piece_rows": 1}},
+        "T150-H128-I512-E3-K2-B64-rows-by-themselves-of-a-half": {
+            "loop": {"piece_rows": 1},
+            "options": {"shard_plan": "intermediate"},
+        },
+        "T300-H512-I256-E3-K2-rows-by-themselves-of-half-the-columns": {
+            "loop": {"piece_rows": 1},
+            "options": {"shard_plan": "hidden"},
+        },
+        "T300-H128-I256-E5-K2-pieces-of-64": {"loop": {"piece_rows": 64}},
+        "T300-H512-I256-E3-K2-B64-2-parts-of-h-e5m2": {
+            "loop": {"h_parts": 2, "out_parts": 2},
+            "options": {"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
+        },
+        "T600-H128-I256-E3-K2-B64-one-buffer-of-first-rows": {"loop": {"first_buffers": 1}},
+        "T300-H512-I256-E3-K2-B64-one-buffer-of-first-rows-in-halves": {
+            "loop": {"first_buffers": 1},
+            "options": {"shard_plan": "hidden"},
+        },
+    }.items()
 }
 
 

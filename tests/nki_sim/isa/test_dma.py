@@ -495,8 +495,8 @@ def test_a_transpose_of_gathered_rows_counts_indices_column_by_column(columns: i
 
 def test_skipped_columns_of_a_gathered_transpose_stay() -> None:
     values = RANDOM.normal(size=(30, 64)).astype(BF16)
-    rows = np.arange(16, dtype=np.int32).reshape(16, 1)
-    rows[5] = -1
+    rows = np.arange(16, dtype=np.uint32).reshape(16, 1)
+    rows[5] = 0xFFFFFFFF
     before = np.full((64, 16), 7.0, BF16)
     result = execute(
         lambda dst, x, i: isa.dma_transpose(
@@ -509,6 +509,18 @@ def test_skipped_columns_of_a_gathered_transpose_stay() -> None:
     expected = values[:16].T.copy()
     expected[:, 5] = 7.0
     assert np.array_equal(result["dst"], expected)
+    (finding,) = result.run.findings
+    assert "issue 1390" in finding.text
+
+
+def test_a_gathered_transpose_takes_uint32() -> None:
+    with pytest.raises(IllegalOperand, match="indices of uint32"):
+        execute(
+            lambda dst, x, i: isa.dma_transpose(dst, x.ap([[64, 16], [1, 64]], vector_offset=i)),
+            dst=Tile(shape=(64, 16), dtype="bfloat16"),
+            x=hbm(np.zeros((30, 64), BF16)),
+            i=Tile(np.zeros((16, 1), np.int32)),
+        )
 
 
 TRANSPOSE_REFUSALS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, str]] = {

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from lab.bench.comparison.critical_path import CriticalPath
+from lab.bench.comparison.knobs import Knobs
 from nki_sim.hardware import TRN2
-from nki_sim.time.attribution import CriticalPath
 from nki_sim.time.prepare import TimelineOptions
 from nki_sim.time.schedule_model import CORNERS, VENDOR
-from nki_sim.time.sensitivity import GROUPS, Knobs, alone_ns, with_factors, with_factors_ns
+from nki_sim.time.sensitivity import GROUPS, alone_ns, with_factors, with_factors_ns
 from nki_sim.time.timeline import Timeline, schedule
 from nki_sim.trace import GPSIMD, SCALAR
 from tests.nki_sim.timing.random_traces import RandomTrace

@@ -1,6 +1,8 @@
 """Tables of our own kernels in docs/results/README.md."""
 
-from tests.repo.published.results import MODELS, Row, rows, table
+from statistics import geometric_mean
+
+from tests.repo.published.results import CORNERS, MODELS, Row, result, rows, table
 
 
 def tables() -> dict[str, str]:
@@ -9,6 +11,7 @@ def tables() -> dict[str, str]:
         "layers": _layers(),
         "ranks": _ranks(),
         "decode-times": _decode_times(),
+        "profile": _profile(),
     }
 
 
@@ -80,3 +83,22 @@ def _decode_columns() -> list[tuple[int, str]]:
 def _share_cell(row: Row) -> str:
     us = row["ours_us"]
     return f"{us:.{1 if us < 100 else 0}f} ({row['bound_share']:.0%})"
+
+
+def _profile() -> str:
+    """Return how much longer the safe profile takes than the default before it."""
+    lines = []
+    for step, key in _KEYS.items():
+        now = {tuple(row[name] for name in key): row["ours_us"] for row in rows(f"{step}_trn2")}
+        ratios: dict[str, list[float]] = {corner: [] for corner in CORNERS}
+        for row in result("before_trn2")[step]:
+            ratios[row["corner"]].append(now[tuple(row[name] for name in key)] / row["us"])
+        cells = [f"x{geometric_mean(each):.2f} (x{max(each):.2f})" for each in ratios.values()]
+        lines.append((step, str(len(ratios[CORNERS[0]])), *cells))
+    return table(("experts", "rows", "reordering clock", "source-order clock"), lines)
+
+
+_KEYS = {
+    "prefill": ("model", "T", "routing", "corner", "layout"),
+    "decode": ("kernel", "model", "B", "routing", "format", "corner", "layout"),
+}

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.fuzz.endings import judge
 from neuron_moe.tools import cli
+from tests.lab.fuzz.endings import judge
 
 HUGE = "10" * 20
 NUMBERS = ("0", "-1", "1", "3", "1000000", "999999999999", "1e-320", "nan", "inf", "x", "", HUGE)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lab.fuzz.checkpoints import VALUES
-from lab.fuzz.endings import judge
 from neuron_moe.tools import cli
+from tests.lab.fuzz.checkpoints import VALUES
+from tests.lab.fuzz.endings import judge
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def _places(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

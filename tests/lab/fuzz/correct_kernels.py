@@ -1,4 +1,4 @@
-"""Small correct kernels, in which `lab/fuzz/kernels.py` plants faults.
+"""Small correct kernels, in which `tests/lab/fuzz/kernels.py` plants faults.
 
 Axes: T tokens, H hidden, N columns.
 """

@@ -1,4 +1,4 @@
-"""Attack with many seeds on all cores: python -m lab.fuzz torch nki --count 1000 --jobs 16
+"""Attack with many seeds on all cores: python -m tests.lab.fuzz torch nki --count 1000 --jobs 16
 
 Prints what is wrong with each seed that finds something, and a line of counts for each attack.
 """
@@ -20,15 +20,15 @@ from typing import NoReturn
 
 import torch
 
-from lab.fuzz.attacks import ATTACKS
 from neuron_moe.errors import check_positive_int
+from tests.lab.fuzz.attacks import ATTACKS
 
 _scratch = tempfile.TemporaryDirectory()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the attacks; return 1 if one of them found something."""
-    parser = argparse.ArgumentParser(prog="python -m lab.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.fuzz", description=__doc__)
     parser.add_argument("attacks", nargs="+", choices=list(ATTACKS))
     parser.add_argument("--count", type=int, default=100, help="seeds of each (default: 100)")
     parser.add_argument("--seed", type=int, help="the first one; default: a fresh one")

@@ -16,8 +16,8 @@ import numpy as np
 
 import nki_kernels.provided  # noqa: F401  answers to `import nki`
 import nki_sim
-from lab.fuzz import correct_kernels
 from nki_sim.lint.linter import lint_source
+from tests.lab.fuzz import correct_kernels
 
 
 @dataclass(frozen=True)

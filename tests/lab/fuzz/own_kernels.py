@@ -30,7 +30,7 @@ from tests.nki_kernels.decode.cases import GPT_OSS, Decode
 from tests.nki_kernels.index import test_kernel as index_tests
 from tests.nki_kernels.prefill.cases import Prefill
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Visits without tiles compute with what nobody wrote, and slots of padding are returned unwritten.
 ALLOWED = {"uninitialized", "output"}
 HOLDERS = ("nki_kernels", "tests")  # modules that may hold functions of kernels

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from lab.fuzz.checkpoints import attack_checkpoint
-from lab.fuzz.command_lines import attack_command_line
-from lab.fuzz.configs import attack_config
-from lab.fuzz.edits import attack_edits
-from lab.fuzz.kernels import attack_kernel
-from lab.fuzz.modules import attack_module
-from lab.fuzz.own_kernels import attack_own_kernel
-from lab.fuzz.ranks import attack_ranks
 from neuron_moe.models.sample_checkpoint import make_checkpoint
+from tests.lab.fuzz.checkpoints import attack_checkpoint
+from tests.lab.fuzz.command_lines import attack_command_line
+from tests.lab.fuzz.configs import attack_config
+from tests.lab.fuzz.edits import attack_edits
+from tests.lab.fuzz.kernels import attack_kernel
+from tests.lab.fuzz.modules import attack_module
+from tests.lab.fuzz.own_kernels import attack_own_kernel
+from tests.lab.fuzz.ranks import attack_ranks
 
 
 def _attack_checkpoint(seed: int, scratch: Path) -> str:
