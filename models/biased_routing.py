@@ -221,7 +221,7 @@ def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> 
 
     Args:
         layer: its number, or `{layer}`.
-        bias: name of the bias that helps to choose, within the layer.
+        bias: name of the bias that helps to choose, within the layer; "" for none.
     """
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
     names = mlp + "experts", moe + "expert_mlps.mlp_op"
@@ -229,7 +229,7 @@ def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> 
     ours = f"{moe}router.e_score_correction_bias"
     return [
         Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True),
+        *([Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True)] if bias else ()),
         *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
         *either(separate=expert_rules(*names), fused=fused),
     ]

@@ -422,6 +422,11 @@ class DecoderModel(nn.Module):
         hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the first hidden states `[.., H]` of token ids `[..]`."""
+        embedded: Tensor = self.embed_tokens(input_ids)
+        return embedded
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""
         logits: Tensor = self.lm_head(self.norm(hidden))
@@ -429,7 +434,7 @@ class DecoderModel(nn.Module):
 
     def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[View | None]) -> Tensor:
         """Return the residual stream after the last layer, [U, S, H]."""
-        hidden_USH: Tensor = self.embed_tokens(input_ids_US)
+        hidden_USH = self.embed(input_ids_US)
         for layer, view in zip(self.layers, views, strict=True):
             hidden_USH = layer(hidden_USH, tokens, view)
         return hidden_USH

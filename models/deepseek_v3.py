@@ -9,14 +9,14 @@ part that is, M latent and rotated key together, W value head size.
 Source: transformers, `models/deepseek_v3/modeling_deepseek_v3.py`; arXiv 2412.19437, section 2.1.1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.checkpoint import WeightMap
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import (
     EVERYTHING,
     AttentionFacts,
@@ -68,37 +68,43 @@ class DeepseekV3Config(BiasedRoutingConfig):
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
         reader = ConfigReader.of_family(config, "deepseek_v3", *OTHER_KEYS, aliases=ALIASES)
-        return cls.read_latent(reader, reader.get("rope_interleave", bool, True))
+        return cls.read_latent(
+            reader, rope=read_rotated(reader, reader.get("rope_interleave", bool, True))
+        )
 
     @classmethod
     def read_latent(
-        cls: type[ConfigT], reader: ConfigReader, is_interleaved: bool, **facts: Any
+        cls: type[ConfigT],
+        reader: ConfigReader,
+        *,
+        scores: str = "sigmoid",
+        defaults: Mapping[str, Any] | None = None,
+        **facts: Any,
     ) -> ConfigT:
-        """Read what all models with this attention and routing spell alike.
+        """Read what all models with this attention spell alike.
 
         Args:
             reader: of config.json, opened as a family's.
-            is_interleaved: rotary pairs are neighbours.
-            facts: fields the family read itself.
+            scores: what makes scores of a router's logits.
+            defaults: as of `read_feed_forward`.
+            facts: fields the family read itself, `rope` among them.
 
         Raises:
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
-        reader.require("scoring_func", "sigmoid")
+        reader.require("scoring_func", scores)
         reader.require("topk_method", "noaux_tc")
         reader.require("moe_layer_freq", 1)
         names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
         sizes = {name: reader.get(name, int) for name in names}
         head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
         reader.require("qk_head_dim", head_dim)
-        reader.require("head_dim", sizes["qk_rope_head_dim"])  # as transformers 5 uses the word
         return cls.read(
             reader,
             head_dim=head_dim,
-            rope=RopeConfig.from_hf(reader, is_interleaved=is_interleaved),
             q_lora_rank=reader.get_optional("q_lora_rank", int),
             **sizes,
-            **{**read_feed_forward(reader), **facts},
+            **{**read_feed_forward(reader, defaults=defaults), **facts},
         )
 
     @property
@@ -110,6 +116,22 @@ class DeepseekV3Config(BiasedRoutingConfig):
     def logit_scale(self) -> float:
         """What logits are multiplied with."""
         return latent_logit_scale(self.head_dim, self.rope)
+
+
+def read_rotated(reader: ConfigReader, is_interleaved: bool) -> RopeConfig:
+    """Return the rotary embedding of the part of a head that is rotated, all of that.
+
+    Raises:
+        ValueError: config.json says otherwise.
+    """
+    reader.require("head_dim", reader.get("qk_rope_head_dim", int))  # as transformers 5 has it
+    rope = RopeConfig.from_hf(reader, is_interleaved=is_interleaved, default_part=1.0)
+    if rope.part != 1:
+        raise ValueError(
+            f"partial_rotary_factor={rope.part}: must be 1: qk_rope_head_dim says how much of a"
+            " head is rotated. Correct config.json."
+        )
+    return rope
 
 
 def latent_logit_scale(head_dim: int, rope: RopeConfig) -> float:
@@ -273,12 +295,17 @@ class Model(DecoderModel):
         return build_feed_forward(self.config, layer, dtype, backend)
 
 
-def weight_map(config: DeepseekV3Config, ignored: Sequence[str] = ()) -> WeightMap:
+def weight_map(
+    config: DeepseekV3Config,
+    ignored: Sequence[str] = (),
+    rules_of_sparse: Callable[[str], list[Rule]] | None = None,
+) -> WeightMap:
     """Map the published tensor names to ours.
 
     Args:
         config: of the checkpoint.
         ignored: patterns of further tensors that are left out.
+        rules_of_sparse: as of `biased_routing_map`.
     """
     names = [f"kv_{name}.weight" for name in ("a_proj_with_mqa", "a_layernorm", "b_proj")]
     names += ["o_proj.weight"]
@@ -290,4 +317,4 @@ def weight_map(config: DeepseekV3Config, ignored: Sequence[str] = ()) -> WeightM
         biased += ["q_a_proj.bias"]
     names += biased if config.attention_bias else []
     names = [f"self_attn.{name}" for name in names]
-    return biased_routing_map(config, names, ignored=(FREQUENCIES, *ignored))
+    return biased_routing_map(config, names, rules_of_sparse, (FREQUENCIES, *ignored))

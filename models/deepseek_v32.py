@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models import deepseek_v3
-from neuron_moe.models.deepseek_v3 import DeepseekV3Config
+from neuron_moe.models.deepseek_v3 import DeepseekV3Config, read_rotated
 from neuron_moe.models.hf_config import ConfigReader
 
 ALIASES = ("glm_moe_dsa",)
@@ -47,7 +47,8 @@ class DeepseekV32Config(DeepseekV3Config):
         reader = ConfigReader.of_family(config, "deepseek_v32", *ignored, aliases=ALIASES)
         longest = reader.get("max_position_embeddings", int)
         reach = reader.get_size("index_topk", 2048)
-        return cls.read_latent(reader, True, max_position_embeddings=min(longest, reach))
+        rope = read_rotated(reader, True)
+        return cls.read_latent(reader, rope=rope, max_position_embeddings=min(longest, reach))
 
 
 Config = DeepseekV32Config

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from neuron_moe.models.delta_net import DeltaNetSizes
 
 OUTPUTS = ("o_proj", "out_proj", "down_proj")  # whose results are summed over ranks
-_QUERIES = {"q_proj", "q_b_proj", "kv_b_proj", "o_proj", "sinks"}
+_QUERIES = {"q_proj", "q_gate_proj", "q_b_proj", "kv_b_proj", "o_proj", "sinks"}
 _KEYS = {"k_proj", "v_proj"}
 _JOINT = {"qkv_proj"}  # queries, keys and values in one matrix
 # Of recurrent layers: queries, keys and values; with gates, by key head; gates and outputs; rates.

@@ -215,7 +215,7 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
     for layer, kind in enumerate(config.layer_types):
         theirs, ours = f"backbone.layers.{layer}.mixer.", f"layers.{layer}."
         if kind == "linear_attention":
-            rules += _mamba_rules(theirs, ours + "self_attn.", has_bias=config.use_conv_bias)
+            rules += mamba_rules(theirs, ours + "self_attn.", has_bias=config.use_conv_bias)
         elif kind == "full_attention":
             names = (f"{name}_proj.weight" for name in "qkvo")
             rules += [Rule(theirs + name, f"{ours}self_attn.{name}") for name in names]
@@ -227,7 +227,8 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
     return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
 
 
-def _mamba_rules(theirs: str, ours: str, *, has_bias: bool) -> list[Rule]:
+def mamba_rules(theirs: str, ours: str, *, has_bias: bool) -> list[Rule]:
+    """Return the rules of a Mamba-2 memory, under transformers' names."""
     plain = ("in_proj.weight", "out_proj.weight", "dt_bias", "A_log", "D")
     renamed = {"norm.weight": "norm_weight", "conv1d.weight": "conv_weight"}
     renamed |= {"conv1d.bias": "conv_bias"} if has_bias else {}

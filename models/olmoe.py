@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import ConfigT, DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
@@ -62,15 +62,27 @@ class OlmoeConfig(DecoderConfig):
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
         reader = ConfigReader.of_family(config, "olmoe")
+        limit = reader.get_optional("clip_qkv", float)
+        return cls.read_olmoe(reader, ROPE_THETA, clip_qkv=limit)
+
+    @classmethod
+    def read_olmoe(
+        cls: type[ConfigT], reader: ConfigReader, default_theta: float, *, clip_qkv: float | None
+    ) -> ConfigT:
+        """Read what FlexOlmo spells alike; the base of the rotary embedding is where none is said.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
         return cls.read(
             reader,
-            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
+            rope=RopeConfig.from_hf(reader, default_theta=default_theta),
             intermediate_size=reader.get("intermediate_size", int),
             num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
             num_experts_per_tok=reader.get("num_experts_per_tok", int),
             norm_topk_prob=reader.get("norm_topk_prob", bool, False),
             attention_bias=reader.get("attention_bias", bool, False),
-            clip_qkv=reader.get_optional("clip_qkv", float),
+            clip_qkv=clip_qkv,
         )
 
 
@@ -117,13 +129,19 @@ class Model(DecoderModel):
 
 def weight_map(config: OlmoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
+    rules = [*decoder_rules(()), *part_rules(config)]
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+
+
+def part_rules(config: OlmoeConfig) -> list[Rule]:
+    """Return the rules of attention and experts."""
     names = projection_names(has_bias=config.attention_bias)
+    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
     pair = mlp + "experts", moe + "expert_mlps.mlp_op"
-    rules = [
-        *decoder_rules([*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+    return [
+        *(Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names),
         Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
         *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)

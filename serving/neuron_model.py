@@ -169,8 +169,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H], the embeddings of [T] token ids."""
-        embedded: Tensor = self.model.embed_tokens(input_ids)
-        return embedded
+        return self.model.embed(input_ids)
 
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Return [T, V] logits of the last hidden states [T, H]."""

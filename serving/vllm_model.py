@@ -61,8 +61,7 @@ class NeuronMoeForCausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H]."""
-        embedded: Tensor = self.model.embed_tokens(input_ids)
-        return embedded
+        return self.model.embed(input_ids)
 
     def forward(
         self,

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+)
+
+# A class that transformers has and does not look up.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 # Small weights would give logits that tie; 0.2 keeps greedy tokens apart.
 COMMON = {
@@ -500,6 +509,140 @@ LONGCAT: dict[str, Any] = {
     "routed_scaling_factor": 2.0,
 }
 FAMILIES |= {"longcat_flash": Family("longcat_flash", LONGCAT, variant=None, is_saved_alike=False)}
+FAMILIES |= {
+    "glm4_moe_lite": Family(
+        "glm4_moe_lite",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "first_k_dense_replace": LEFT_OUT},
+    ),
+    "glm4_moe_lite-groups": Family(
+        "glm4_moe_lite",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_parameters": DEEPSEEK_YARN,
+            "first_k_dense_replace": LEFT_OUT,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+}
+HUNYUAN: dict[str, Any] = {"intermediate_size": 32, "num_experts": 8, "moe_topk": 3}
+FAMILIES |= {
+    "hunyuan_v1_moe": Family("hunyuan_v1_moe", HUNYUAN),
+    "hunyuan_v1_moe-biases": Family(
+        "hunyuan_v1_moe",
+        {
+            **HUNYUAN,
+            "moe_topk": [2, 2, 2],
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
+        },
+    ),
+}
+GRANITE: dict[str, Any] = {
+    "head_dim": LEFT_OUT,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
+GRANITE_HYBRID = {
+    **GRANITE,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
+FAMILIES |= {
+    "granitemoe": Family("granitemoe", GRANITE, variant="published"),
+    "granitemoeshared": Family(
+        "granitemoeshared",
+        {**GRANITE, "shared_intermediate_size": 48, "attention_bias": True},
+        variant="published",
+    ),
+    "granitemoehybrid": Family("granitemoehybrid", GRANITE_HYBRID, variant="published"),
+    "granitemoehybrid-turned": Family(
+        "granitemoehybrid",
+        {
+            **GRANITE_HYBRID,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 2,
+            "tie_word_embeddings": True,
+        },
+        variant="published",
+    ),
+}
+AFMOE: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "sliding_window": 8,
+    "global_attn_every_n_layers": 2,
+    "route_scale": 2.0,
+}
+FLEX = {**OLMOE, "num_experts_per_tok": 2, "head_dim": LEFT_OUT, "pad_token_id": None}
+FAMILIES |= {
+    "flex_olmo": Family("flex_olmo", FLEX),
+    "flex_olmo-normalised": Family(
+        "flex_olmo",
+        {**FLEX, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "afmoe": Family("afmoe", AFMOE),
+    "afmoe-scaled": Family(
+        "afmoe",
+        {
+            **AFMOE,
+            "attention_bias": True,
+            "num_shared_experts": 2,
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mup_enabled": True,
+        },
+    ),
+}
+MISTRAL4 = {**DEEPSEEK, "first_k_dense_replace": 0}
+FAMILIES |= {
+    # transformers counts padding when it scales queries by their place.
+    "mistral4": Family(
+        "mistral4",
+        {
+            **MISTRAL4,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                **DEEPSEEK_YARN,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 8,
+            },
+        },
+        pads_alike=False,
+        variant="fused",
+    ),
+    "mistral4-groups": Family(
+        "mistral4",
+        {
+            **MISTRAL4,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "rope_interleave": False,
+        },
+        variant="fused",
+    ),
+}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
@@ -529,7 +672,7 @@ def names(
 
 
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
-EXACT = ("e_score_correction_bias", "A_log", "linear_attn.norm.weight")
+EXACT = ("e_score_correction_bias", "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -544,6 +687,8 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif not parameter.any():  # a router that AFMoE begins with
+                parameter.normal_(0, 0.2)
         exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(EXACT)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):

@@ -33,10 +33,12 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("qwen3_moe", "mixtral", "llama4-scout", "glm4_moe", "deepseek_v3", "minimax_m2"),
         *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open", "hy_v3"),
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
+        *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+        *("flex_olmo", "afmoe", "mistral4"),
     )
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -77,7 +79,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-NO_HEAD_DIM = ("dbrx", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "olmoe", "qwen2_moe")
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4")
+GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
+OLMO = ("olmoe", "flex_olmo")
+NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe")
 # What transformers does not run, or has no such key for.
 NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "mixtral": ("biases", "no-biases"),
@@ -85,11 +90,16 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "ernie4_5_moe": ("biases", "no-biases"),
     "dbrx": ("tied", "biases", "no-biases", "large-eps", "one-kv-head", "all-kv-heads"),
     "glm4_moe": ("one-expert",),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), ("one-expert", "one-kv-head")),
+    **dict.fromkeys(LATENT, ("one-expert", "one-kv-head")),
     **dict.fromkeys(("dots1", "exaone_moe"), ("one-expert",)),
-    "olmoe": ("one-kv-head",),
+    **dict.fromkeys((*OLMO, *GRANITE), ("one-kv-head",)),
+    "hunyuan_v1_moe": ("no-head-dim",),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
+    "mistral4": (
+        *("one-expert", "one-kv-head", "few-words", "theta", "linear", "dynamic", "llama3"),
+        *("yarn", "yarn-of-the-context", "yarn-mscales"),
+    ),
 }
 
 

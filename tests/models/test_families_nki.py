@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.generation import pad_left
@@ -43,7 +43,11 @@ LISTS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse"],
-    }
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 16,
+    },
 }
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
 APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash"}
@@ -94,7 +98,7 @@ class Run:
         with_inputs = zip(self.moes, self.calls, strict=True)
         calls = [(moe, call) for moe, calls in with_inputs for call in calls]
         return [
-            moe.router(moe.rmsnorm(call.hidden))
+            moe.router((moe.rmsnorm or nn.Identity())(call.hidden))
             .expert_index_TK[_real(call)]
             .sort(-1)
             .values.tolist()
@@ -148,7 +152,9 @@ def added(moe: Any, calls: list[Call], outputs: list[Tensor]) -> Tensor:
     """Return what outputs add to the stream of real tokens, where no signal is a part of it."""
     first = moe.router.num_experts // moe.router.top_k
     parts = [
-        (output.float() - call.hidden.float()).flatten(0, 1)[_real(call), first:]
+        (output.float() - call.hidden.float() * (moe.rmsnorm is not None)).flatten(0, 1)[
+            _real(call), first:
+        ]
         for call, output in zip(calls, outputs, strict=True)
     ]
     return torch.cat(parts)

@@ -17,9 +17,12 @@ REFUSED = {
         for name in ("qwen3_5_moe", "qwen3_next")
         for change in ("gelu", "gelu-tanh", "relu", "biases")
     ),
+    *(("granitemoehybrid", change) for change in ("gelu", "gelu-tanh", "relu")),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE
     ("exaone_moe", "one-layer"),
+    ("glm4_moe_lite", "one-layer"),
+    ("afmoe", "one-layer"),
 }
 FEW = {  # a change, and the family that it is tried with in the default run
     "tied": "gpt_oss",

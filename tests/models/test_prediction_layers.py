@@ -38,7 +38,9 @@ def declare(folder: Path, *, layers: int, predictions: int) -> None:
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "hy_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "hy_v3", "glm_moe_dsa", "glm4_moe_lite"]
+)
 @pytest.mark.parametrize(("published", "declared"), [(0, 1), (1, 1), (2, 2)])
 def test_declared_layers_are_left_out_whether_they_are_there_or_not(
     family: str, published: int, declared: int, tmp_path: Path

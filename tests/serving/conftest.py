@@ -44,6 +44,12 @@ OTHERS = (
     "dots1",
     "exaone_moe",
     "deepseek_v32",
+    "glm4_moe_lite",
+    "hunyuan_v1_moe",
+    "granitemoe",
+    "granitemoeshared",
+    "flex_olmo",
+    "afmoe",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer

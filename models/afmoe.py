@@ -1,0 +1,156 @@
+"""AFMoE (Trinity): configuration, layers, experts and checkpoint map.
+
+What differs from other decoders: norms stand before and behind attention and experts; what heads
+attend to is gated by a sigmoid of the layer's input; each head of queries and keys is normalised,
+and rotated only where the layer slides. Experts are chosen as in DeepSeek-V3, in one group, and
+embeddings may be scaled.
+Source: transformers, `models/afmoe/modular_afmoe.py`; arcee-ai/Trinity-Mini.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.models.attention import CacheView
+from neuron_moe.models.biased_routing import (
+    ATTENTION_TYPES,
+    SlidingConfig,
+    build_feed_forward,
+    read_sparse_layers,
+)
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
+    decoder_map,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    mlp_rules,
+    projection_names,
+    split_layers,
+)
+from neuron_moe.models.wrapped import WrappedLayer, wrapped_rules
+
+ROPE_THETA, WINDOW = 10000.0, 1024  # where config.json does not say
+NORMS = {
+    "before_attention": "input_layernorm",
+    "after_attention": "post_attention_layernorm",
+    "before_feed_forward": "pre_mlp_layernorm",
+    "after_feed_forward": "post_mlp_layernorm",
+}
+OTHER_KEYS = ("load_balance_coeff", "use_grouped_mm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfmoeConfig(SlidingConfig):
+    """Facts of one AFMoE checkpoint, under the names that `SlidingConfig` gives them."""
+
+    mup_enabled: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "AfmoeConfig":
+        """Read config.json as published with the model, or as transformers 5.x writes it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader.of_family(config, "afmoe", *OTHER_KEYS)
+        reader.require("score_func", "sigmoid")
+        reader.require("route_norm", True)
+        for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
+            reader.require(key, 1)
+        num_layers = reader.get("num_hidden_layers", int)
+        step = reader.get_size("global_attn_every_n_layers", 4)
+        usual = tuple(ATTENTION_TYPES[(layer + 1) % step == 0] for layer in range(num_layers))
+        return cls.read(
+            reader,
+            head_dim=reader.get("head_dim", int),
+            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
+            intermediate_size=reader.get("intermediate_size", int),
+            moe_intermediate_size=reader.get("moe_intermediate_size", int),
+            n_routed_experts=reader.get("num_experts", int),
+            n_shared_experts=reader.get("num_shared_experts", int),
+            num_experts_per_tok=reader.get("num_experts_per_tok", int),
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=reader.get("route_scale", float, 1.0),
+            attention_bias=reader.get("attention_bias", bool, False),
+            sparse_layers=read_sparse_layers(reader, reader.get("num_dense_layers", int, 1)),
+            prediction_layers=(),
+            sliding_window=reader.get_size("sliding_window", WINDOW),
+            layer_types=reader.get_strings("layer_types") or usual,
+            mup_enabled=reader.get("mup_enabled", bool, False),
+        )
+
+
+Config = AfmoeConfig
+
+
+class Attention(GroupedAttention):
+    """Grouped-query attention that is gated; rotated and sliding, or neither."""
+
+    def __init__(self, config: AfmoeConfig, layer: int, dtype: torch.dtype) -> None:
+        bias = PROJECTIONS if config.attention_bias else ()
+        super().__init__(config, dtype, reach=config.reach(layer), bias=bias, norms="by head")
+        self.turns = config.layer_types[layer] == ATTENTION_TYPES[0]
+        sizes = config.hidden_size, self.o_proj.in_features
+        self.q_gate_proj = nn.Linear(*sizes, bias=False, dtype=dtype)
+
+    def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
+        """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        mixed = self.mix(self.project(hidden_USH), tokens, view)
+        out_USH: Tensor = self.o_proj(mixed * torch.sigmoid(self.q_gate_proj(hidden_USH)))
+        return out_USH
+
+    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return queries and keys that know their places, where the layer rotates them."""
+        return super().turn(query_USQD, key_USJD, tokens) if self.turns else (query_USQD, key_USJD)
+
+
+class Model(DecoderModel):
+    """AFMoE for generation."""
+
+    config: AfmoeConfig
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the first hidden states `[.., H]` of token ids, scaled where config.json says."""
+        embedded = super().embed(input_ids)
+        return embedded * self.config.hidden_size**0.5 if self.config.mup_enabled else embedded
+
+    def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> WrappedLayer:
+        """Return a layer with norms around its parts."""
+        config = self.config
+        norms = {name: config.make_norm(config.hidden_size, dtype) for name in NORMS}
+        feed_forward = build_feed_forward(config, layer, dtype, backend)
+        return WrappedLayer(Attention(config, layer, dtype), feed_forward, **norms)
+
+
+def weight_map(config: AfmoeConfig) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused."""
+    names = projection_names(has_bias=config.attention_bias)
+    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    gate = "layers.{layer}.self_attn.%sgate_proj.weight"
+    rules = wrapped_rules("{layer}", NORMS)
+    rules += [Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names]
+    rules.append(Rule("model." + gate % "", gate % "q_"))
+    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
+    for layer in dense:
+        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    for layer in sparse:
+        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+        pair, bias = (mlp + "experts", moe + "expert_mlps.mlp_op"), "router.e_score_correction_bias"
+        rules += [
+            Rule(mlp + "router.gate.weight", moe + "router.linear_router.weight"),
+            Rule(mlp + "expert_bias", moe + bias, is_exact=True),
+            *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
+            *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+        ]
+    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
+    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
