@@ -59,7 +59,7 @@ class Row:
         launch_us: what a launch itself costs, which is in it.
         bound_us: of the experts' work.
         limit: most that the rest may be in bounds; None: not said.
-        bottleneck: what holds it up.
+        bottleneck: what holds it up, where it is above.
         planned_us: by the layout planner.
     """
 
@@ -135,6 +135,11 @@ def rows_of(model: str, tokens: int, ep: int, form: str) -> list[Row]:
     machine = Machine.build(INSTANCES["trn2.48xlarge"])
     planned = layer_cost(sizes, machine, 1, ep, form, work)
     (launch,) = plan.launches()
+    launch_ns = CHIP.launch_cost_ns(launch.num_cores)
+
+    def is_above(us: float) -> bool:
+        return limit is not None and (1e3 * us - launch_ns) / bound_ns > limit
+
     return [
         Row(
             model=model,
@@ -146,10 +151,10 @@ def rows_of(model: str, tokens: int, ep: int, form: str) -> list[Row]:
             rows=rows,
             columns=launch.records["config"].columns,
             us=line.total_us,
-            launch_us=CHIP.launch_cost_ns(launch.num_cores) / 1e3,
+            launch_us=launch_ns / 1e3,
             bound_us=bound_ns / 1e3,
             limit=limit,
-            bottleneck=bottleneck(line),
+            bottleneck=bottleneck(line) if is_above(line.total_us) else "",
             planned_us=planned.experts_us,
         )
         for corner, line in corner_timelines(run, CORNERS)

@@ -2,7 +2,7 @@
 
     neuron-moe check precedent --json OUT
     neuron-moe check precedent --kernel my.py:exp --args x=128x4096:bfloat16
-    neuron-moe check precedent --library CHECKOUT --cases CASES --list LIST --write FILE
+    neuron-moe check precedent --library LIB --cases C --list L --write FILE
 
 Runs kernels on the simulator, ours or one of yours, and compares what they use with a table
 recorded of public kernels. What it lists is not illegal: nobody showed that it compiles. The

@@ -165,7 +165,7 @@ def _launch_us(
     first = 2 * model.hidden_size * width * WEIGHT_BYTES[model.weight_format] * machine.lnc
     # Kernels answer to `import nki`, which nobody asks for who only reads a model.
     import nki_kernels.provided  # noqa: F401
-    from nki_kernels.common.slot_sums import best_sum_ns
+    from nki_kernels.combine import best_sum_ns
 
     sum_us = best_sum_ns(spread, num_experts, model.hidden_size, 1, machine.lnc)[1] / 1e3
     own_us = TRN2.launch_cost_ns(machine.lnc) / 1e3

@@ -121,7 +121,7 @@ def add_folds(slots_RH: nl.NkiTensor, folds: Folds, out: CombineDims, dims: Fold
     number_sb = nl.ndarray((1, F), nl.int32, buffer=nl.sbuf)
     first_tile = dims.first_row // PARTITIONS + core * F
     nisa.iota(dst=number_sb, pattern=[[1, F]], offset=first_tile, channel_multiplier=0)
-    tables = [real_rows(row_sb, slots_RH.shape[0], out), *split_weights(weight_sb, nl.bfloat16)]
+    tables = [real_rows(row_sb, slots_RH.shape[0], out)] + split_weights(weight_sb, nl.bfloat16)
     begin: Any = 0
     for loop in range(P - dims.columns):
         end = nisa.register_alloc()

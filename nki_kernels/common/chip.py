@@ -22,7 +22,9 @@ BANK_BYTES: Final = TRN2.psum_bank_bytes  # per partition
 BANK_FLOATS: Final = BANK_BYTES // 4
 GPSIMD_BYTES: Final = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
-_SBUF_PERCENT: Final = 90  # buffers are fitted into: how the compiler places them is not published
+# Of SBUF, that buffers are fitted into: how the compiler places them is not published. The words of
+# a Trainium 3 are loaded in the parts they lie in, and would not always fit.
+_SBUF_PERCENT: Final = {"trn2": 90}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +71,7 @@ def chip_in_force(name: str = "trn2") -> Hardware:
 def fitted_sbuf_bytes(name: str = "trn2") -> int:
     """Return the bytes per partition that buffers may be fitted into, in whole KiB."""
     usable = hardware.CHIPS[name].sbuf_usable_bytes_per_partition
-    return usable * _SBUF_PERCENT // 100 // 1024 * 1024
+    return usable * _SBUF_PERCENT.get(name, 100) // 100 // 1024 * 1024
 
 
 # Of a Trainium 2.

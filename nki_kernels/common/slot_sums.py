@@ -12,7 +12,7 @@ _BESIDE_NS = 7_000.0  # simulated: before its first gather and after its last
 _ROWS_OF_A_TRIP = 6  # gathered tiles of rows, where a fold has fewer pairs
 # Simulated: to bring pairs to the front, in all and of each that a token may have; before and after
 # the loops over folds; a trip beyond its gathers.
-_FRONT_NS, _COLUMN_NS, _FOLDS_NS, _TRIP_NS = 3_000.0, 1_000.0, 6_000.0, 6_000.0
+_FRONT_NS, _COLUMN_NS, _FOLDS_NS, _TRIP_NS = 5_000.0, 1_000.0, 18_000.0, 6_000.0
 _TERMS = 2  # of a weight beside bfloat16 slots
 
 

@@ -145,8 +145,8 @@ def _find_touched(
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     touched_sb = allocate(routing_table(config).listed)[0]
-    count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     marked = []
+    counts = []  # one
     for first in range(0, E, BANK_FLOATS):
         bank = slice(first, min(first + BANK_FLOATS, E))
         sums_ps = bank_ps[0:PARTITIONS, 0 : bank.stop - first]
@@ -160,11 +160,13 @@ def _find_touched(
                 moving=marked[tile][0:rows, bank],
                 accumulate=tile > 0,
             )
+        if first == 0:
+            counts.append(nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf))
         nisa.tensor_tensor(
-            dst=count_sb[:, bank], data1=sums_ps, data2=left_sb[:, bank], op=nl.not_equal
+            dst=counts[0][:, bank], data1=sums_ps, data2=left_sb[:, bank], op=nl.not_equal
         )
     listed_sb = touched_sb[0:PARTITIONS, 0 : E + 1]
-    nisa.nonzero_with_count(dst=listed_sb, src=count_sb, padding_val=_NO_ENTRY)
+    nisa.nonzero_with_count(dst=listed_sb, src=counts[0], padding_val=_NO_ENTRY)
     return touched_sb
 
 
@@ -233,7 +235,7 @@ def weigh(
     width = list_width(config)
     list_float_sb = nl.ndarray((1, width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=list_float_sb, src=routing.list_sb[0:1, 0:width])
-    wide_sb = nl.ndarray((PARTITIONS, width), dtype=nl.float32, buffer=nl.sbuf)
+    wide = []  # one
     for first in range(0, width, BANK_FLOATS):
         bank = slice(first, min(first + BANK_FLOATS, width))
         spread_ps = bank_ps[0:PARTITIONS, 0 : bank.stop - first]
@@ -243,12 +245,14 @@ def weigh(
             moving=list_float_sb[0:1, bank],
             accumulate=False,
         )
-        nisa.tensor_scalar(dst=wide_sb[:, bank], data=spread_ps, op0=nl.add, operand0=1.0)
+        if first == 0:
+            wide.append(nl.ndarray((PARTITIONS, width), dtype=nl.float32, buffer=nl.sbuf))
+        nisa.tensor_scalar(dst=wide[0][:, bank], data=spread_ps, op0=nl.add, operand0=1.0)
     for tile in range(len(routing.local)):
         local_sb, affinity_sb = routing.local[tile], affinity_tiles[tile]
-        routing.weights.append(_table(config, local_sb, affinity_sb, wide_sb, counts))
+        routing.weights.append(_table(config, local_sb, affinity_sb, wide[0], counts))
         if config.scaling == "pre":
-            routing.inputs.append(_table(config, local_sb, affinity_sb, wide_sb, False))
+            routing.inputs.append(_table(config, local_sb, affinity_sb, wide[0], False))
 
 
 def _row(

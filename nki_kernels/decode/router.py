@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.memory import Tiles, allocate, tiles
 from nki_kernels.common.router_choice import (
@@ -186,7 +186,15 @@ def make_logits(
     logits_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     _multiply_weight(logits_ps, x_sb[:, :, first : first + rows], router.weight_sb, h_axis)
     for bias_sb in router.biases:
-        multiply_banks(logits_ps, ones_sb[0:1, 0:rows], bias_sb[:, begin : begin + columns], True)
+        for first in range(0, columns, BANK_FLOATS):
+            last = min(first + BANK_FLOATS, columns)
+            nisa.nc_matmul(
+                dst=logits_ps[:, first:last],
+                stationary=ones_sb[0:1, 0:rows],
+                moving=bias_sb[:, begin + first : begin + last],
+                is_stationary_onezero=True,
+                accumulate=True,
+            )
     logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
     if num_experts < AT_ONCE:
         nisa.memset(dst=logits_sb, value=LOWEST)

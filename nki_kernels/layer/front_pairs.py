@@ -346,13 +346,14 @@ def _with_folds(
     )
     nisa.tensor_tensor(dst=fold_sb, data1=row_sb, data2=many_sb, op=nl.multiply)
     made, few_sb = [], few_sb.expand_dim(2).broadcast(2, C)
-    for front_sb, added_sb in ((rows_sb, fold_sb), (front.weights_sb, many_sb)):
+    fronts, added = (rows_sb, front.weights_sb), (fold_sb, many_sb)
+    for each in range(2):
         table_sb = _new((PARTITIONS, n, C))
         nisa.tensor_tensor(
-            dst=table_sb, data1=front_sb[:, 1 : n + 1, 0:C], data2=few_sb, op=nl.multiply
+            dst=table_sb, data1=fronts[each][:, 1 : n + 1, 0:C], data2=few_sb, op=nl.multiply
         )
         nisa.tensor_tensor(
-            dst=table_sb[:, :, 0], data1=table_sb[:, :, 0], data2=added_sb, op=nl.add
+            dst=table_sb[:, :, 0], data1=table_sb[:, :, 0], data2=added[each], op=nl.add
         )
         made.append(table_sb)
     return made[0], made[1]

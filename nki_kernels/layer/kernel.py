@@ -346,7 +346,7 @@ def _index_tokens(
         load_experts(config.experts, weights, _lists_of(index, config))
     found = look_up_tokens(told, wanted)
     _fill_ids(id_table, found, lists, known, identity_sb, passes_sb, config)
-    if has_table(config):
+    if front is not None:
         store_table(
             index.rows_TC, index.weights_TC, index.folds, slot_sb, front, tokens, folds_of(config)
         )

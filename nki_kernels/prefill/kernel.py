@@ -239,33 +239,43 @@ def _loop_over(
 def _start_trip(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
 ) -> None:
-    """Do what work tile 0 of a trip expects to be done: its rows and weights, then those of work
+    """Do what work tile 0 of a trip expects to be done: its weights and rows, then those of work
     tile 1.
     """
     loop = config.loop
-    gather_rows(config, b, x, share, 0, 0)
     if config.shard.splits_h:
+        gather_rows(config, b, x, share, 0, 0)
         start_apart(config, b, x, share)
-    own_steps = min(loop.in_parts * loop.h_parts, loop.weight_buffers)
-    own_parts = min(loop.out_parts, loop.weight_buffers)
-    if not config.shard.splits_h:
-        for step in range(own_steps):
-            _load_step(config, b, x, share, 0, step)
+    else:
+        _load_step(config, b, x, share, 0, 0)
+        gather_rows(config, b, x, share, 0, 0)
     for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
         gather_rows(config, b, x, share, 0, j)
-    if not config.shard.splits_h:
-        for part in range(own_parts):
-            _load_part(config, b, x, share, 0, part)
     if loop.first_buffers == 2:
         gather_rows(config, b, x, share, 1, 0)
     if not config.shard.splits_h:
-        for step in range(own_steps, loop.weight_buffers):
-            _load_step(config, b, x, share, 0, step)
-        for part in range(own_parts, loop.weight_buffers):
-            _load_part(config, b, x, share, 0, part)
+        _load_behind(config, b, x, share)
     turn_rows(config, b, 0, 0, config.tile_rows)
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)
+
+
+def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+    """Load what the first work tile of a trip needs beyond its first weights, then the next one's.
+
+    Rows that are asked for first are first in the queues, as GpSimd touches experts after them.
+    """
+    loop = config.loop
+    steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
+    experts_sb = b.fetched[0].own_sb[0:1, 0 : b.work_tiles]
+    nisa.tensor_copy(dst=experts_sb, src=experts_sb, engine=nisa.engine.gpsimd)
+    for work_tile in range(2):
+        for step in buffers:
+            if step > 0 and step // steps == work_tile:
+                _load_step(config, b, x, share, 0, step)
+        for part in buffers:
+            if part // loop.out_parts == work_tile:
+                _load_part(config, b, x, share, 0, part)
 
 
 def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:

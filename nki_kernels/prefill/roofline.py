@@ -89,14 +89,21 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     steps = Counter(sizes[::lanes])
     total = sum(count * work_tile_ns(config, size, rows) for size, count in steps.items())
     if is_alone(config.loop):
-        total += _num_trips(steps, config.loop.pairs) * edge_ns(config)
+        more_E = tokens_E.copy()
+        more_E[0] += config.tile_rows  # experts hardly have as many tiles each
+        sizes = sorted(_sizes(config, more_E, -(-more_E // config.tile_rows)), reverse=True)
+        total += _num_trips(Counter(sizes[::lanes]), config.loop.pairs) * edge_ns(config)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
 
 
 def edge_ns(config: PrefillConfig) -> float:
     """Return an estimate of the time between two trips that load for themselves, in ns."""
     loop, chip = config.loop, core(config.chip)
-    first_load = weights_ns(config)[0] / (loop.in_parts * loop.h_parts)
+    load_in, load_out = weights_ns(config)
+    steps = loop.in_parts * loop.h_parts
+    first_load = load_in / steps
+    if steps > 1:  # down weights come before its other parts
+        first_load += loop.weight_buffers * load_out / loop.out_parts
     return _EDGE_NS * chip.transfers + _EDGE_LOADS * first_load
 
 

@@ -242,8 +242,8 @@ def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfi
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": None}, torch.bfloat16)
     told = layer.explain("prefill", T)
-    best, *_ = rank(layer.expert_mlps.parts("prefill"), T)
-    of_that_size = rank(layer.expert_mlps.parts("prefill"), T, best.block_size)
+    best, *_ = rank(layer.expert_mlps.parts("prefill"), Step("prefill", T))
+    of_that_size = rank(layer.expert_mlps.parts("prefill"), Step("prefill", T), best.block_size)
     plan = best.request.shard_plan
     other = next(each for each in of_that_size if each.request.shard_plan != plan)
     assert told.block_size == best.block_size != 512

@@ -18,7 +18,7 @@ import nki_sim
 from nki_sim import isa, neuron_dtypes, vendor_tests
 from nki_sim.language import api as nl
 
-LIST = Path(__file__).with_name("vendor_tests.json")
+LIST = Path(__file__).with_name("vendor_tests.jsonl.gz")
 LIBRARY = os.environ.get(vendor_tests.LIBRARY_VARIABLE)
 
 # The form of the library: kernels in src, a harness and a suite in test.
@@ -218,6 +218,7 @@ def test_packed_arrays_as_the_references_name_them_are_taken(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(LIBRARY is None, reason="NKI_LIBRARY_PATH names no checkout")
-def test_the_listed_tests_of_the_library_end_as_they_did() -> None:
-    done = command("--list", str(LIST))
+@pytest.mark.parametrize("platform", ["trn2", "trn3"])
+def test_the_listed_tests_of_the_library_end_as_they_did(platform: str) -> None:
+    done = command("--list", str(LIST), "--platform-target", platform)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

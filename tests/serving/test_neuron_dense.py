@@ -157,8 +157,9 @@ def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of
 def test_graphs_with_kernels_alone_give_the_tokens_of_generate(
     name: str, size: int, ep_degree: int, folder_of: Folders
 ) -> None:
-    # Of prompts after which no two tokens nearly tie: parts are summed in another order.
-    folder, prompts = folder_of(name), [list(range(200, 224)), list(range(70, 90))]
+    # In bfloat16 ranks sum in another order: no two tokens nearly tie after these prompts.
+    spans = ((200, 224), (70, 90)) if name == TINY_NAME else ((10, 40), (60, 70))
+    folder, prompts = folder_of(name), [list(range(*span)) for span in spans]
     model: Any = load_model(folder, dtype=torch.bfloat16, backend="nki")
     with torch.inference_mode():
         expected = generate(model, prompts, GenerationOptions(max_new_tokens=3)).token_ids

@@ -219,7 +219,7 @@ def test_every_routing_is_computed(routing: str) -> None:
     check(Prefill(300, 128, 64, 6, 2, routing=routing))
 
 
-@pytest.mark.parametrize("name", ["T200-H256-I96-E8-K2-B128", "T140-H192-I60-E4-K2-hidden"])
+@pytest.mark.parametrize("name", ["T200-H256-I96-E8-K2", "T140-H192-I60-E4-K2-B64-hidden"])
 @pytest.mark.parametrize("start_core", [0, 1])
 def test_the_order_of_the_cores_does_not_matter(start_core: int, name: str) -> None:
     problem = CASES[name]

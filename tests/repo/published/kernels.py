@@ -1,4 +1,4 @@
-"""Tables of our own kernels in docs/results/README.md."""
+"""Tables of our own kernels in docs."""
 
 from statistics import geometric_mean
 
@@ -11,8 +11,33 @@ def tables() -> dict[str, str]:
         "layers": _layers(),
         "ranks": _ranks(),
         "decode-times": _decode_times(),
+        "ep": _expert_parallel(),
         "profile": _profile(),
     }
+
+
+def _expert_parallel() -> str:
+    """Return times in bounds by form, a column for each number of ranks."""
+    found = {
+        (row["model"], row["T"], row["form"], row["ep"], row["corner"]): row
+        for row in rows("ep_trn2")
+    }
+    ranks = sorted({row["ep"] for row in rows("ep_trn2")})
+    lines = [
+        (f"{model}, T = {T:,}, {form.replace('_', '-')}", *cells)
+        for model, T, form in dict.fromkeys(key[:3] for key in found)
+        for cells in [[_ep_cell(found, (model, T, form, ep)) for ep in ranks]]
+    ]
+    return table(("experts of a rank", *(f"EP{ep}" for ep in ranks)), lines)
+
+
+def _ep_cell(
+    found: dict[tuple[str, int, str, int, str], Row], key: tuple[str, int, str, int]
+) -> str:
+    vendor, in_order = (found[*key, corner] for corner in ("vendor", "in-order"))
+    ratio = (vendor["us"] - vendor["launch_us"]) / vendor["bound_us"]
+    above = "*" if vendor["limit"] and ratio > vendor["limit"] else ""
+    return f"{vendor['us']:,.0f}-{in_order['us']:,.0f} ({ratio:.2f}{above})"
 
 
 def _layers() -> str:
