@@ -320,14 +320,16 @@ def _index_tokens(
     # The Vector engine waits for a long gather.
     affinities_sb = _weigh(local, index, config, tokens)
     passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
-    front = None
+    fronts = []
     if has_table(config):
         weight_sb = affinities_sb
         if config.experts.scaling == "pre":
             weight_sb = nl.ndarray(affinities_sb.shape, nl.float32, buffer=nl.sbuf)
             nisa.memset(dst=weight_sb, value=1.0)
-        front = bring_front(
-            local.index_sb, weight_sb, tokens, index.folds, folds_of(config), dims.num_experts
+        fronts.append(
+            bring_front(
+                local.index_sb, weight_sb, tokens, index.folds, folds_of(config), dims.num_experts
+            )
         )
     look_up_rest(meanwhile)
     slot_sb = slots_of(numbered, ends[0], ends[1])
@@ -346,9 +348,15 @@ def _index_tokens(
         load_experts(config.experts, weights, _lists_of(index, config))
     found = look_up_tokens(told, wanted)
     _fill_ids(id_table, found, lists, known, identity_sb, passes_sb, config)
-    if front is not None:
+    if has_table(config):
         store_table(
-            index.rows_TC, index.weights_TC, index.folds, slot_sb, front, tokens, folds_of(config)
+            index.rows_TC,
+            index.weights_TC,
+            index.folds,
+            slot_sb,
+            fronts[0],
+            tokens,
+            folds_of(config),
         )
     else:
         store_slots(index.rows_TC, slot_sb, tokens)
