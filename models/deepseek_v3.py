@@ -167,6 +167,10 @@ class LatentAttention(nn.Module):
     many, keys and values are made; for a server's core always, which knows no latents. Attributes
     are those of `GroupedAttention`, but:
 
+    Args:
+        config: a `DeepseekV3Config`, or one with its sizes.
+        dtype: of the weights.
+
     Attributes:
         core: `attend_latent`, which returns [.., Q * R], or a server's, [.., Q * W].
         whole: projections that every rank holds whole, for they make what heads share.
@@ -179,7 +183,7 @@ class LatentAttention(nn.Module):
     whole = ("q_a_proj", "kv_a_proj_with_mqa")
     read_weights = ("kv_b_proj",)
 
-    def __init__(self, config: DeepseekV3Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.core, self.scale = config, attend_latent, config.logit_scale
         kept_size = config.kv_lora_rank + config.qk_rope_head_dim
@@ -264,7 +268,8 @@ class LatentAttention(nn.Module):
         making = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
         on_latents = 2 * config.kv_lora_rank + config.qk_rope_head_dim
         on_heads = config.head_dim + config.v_head_dim
-        return seen * making + new * seen * on_heads < new * making + new * seen * on_latents
+        made = seen * making + new * seen * on_heads
+        return bool(made < new * making + new * seen * on_latents)
 
     def _attend_made(self, query_USQD: Tensor, kept_US1M: Tensor, view: CacheView) -> Tensor:
         """Attend to keys and values of every head, made of all that is kept: [U, S, Q * W]."""

@@ -128,7 +128,8 @@ class ScaledRMSNorm(RMSNorm):
 
     def forward(self, hidden_USH: Tensor) -> Tensor:
         """Return the normalised latents `[..., size]`."""
-        return super().forward(hidden_USH) * self.factor
+        scaled: Tensor = super().forward(hidden_USH) * self.factor
+        return scaled
 
 
 class ScaledAttention(LatentAttention):
@@ -182,7 +183,8 @@ class Model(DecoderModel):
     @property
     def attentions(self) -> list[Any]:
         """Both attentions of each layer."""
-        return [attention for layer in self.layers for attention in layer.self_attn]
+        pairs: list[Any] = [layer.self_attn for layer in self.layers]
+        return [attention for pair in pairs for attention in pair]
 
     def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[View | None]) -> Tensor:
         """Return the residual stream after the last layer, [U, S, H]."""

@@ -94,7 +94,7 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(inner, sizes.hidden_size, bias=False, dtype=dtype)
         self.conv_weight = nn.Parameter(torch.zeros(channels, 1, sizes.conv_width, dtype=dtype))
         bias_C = torch.zeros(channels, dtype=dtype) if has_conv_bias else None
-        self.register_parameter("conv_bias", None if bias_C is None else nn.Parameter(bias_C))
+        self.conv_bias = None if bias_C is None else nn.Parameter(bias_C)
         self.dt_bias, self.D = (nn.Parameter(torch.zeros(heads, dtype=dtype)) for _ in range(2))
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.ones(inner, dtype=dtype))
@@ -112,7 +112,9 @@ class Mamba2(nn.Module):
         decay_USN = -self.A_log.exp() * step_USN
         out = self.core(self, Inputs(mixed_USC, decay_USN, step_USN, tokens.real_US), view)
         gated = out.flatten(2) * F.silu(gate.float())
-        normed = unit_rms(gated.unflatten(-1, (sizes.num_groups, -1)), self.eps).flatten(2)
+        normed = unit_rms(gated.reshape(*gated.shape[:2], sizes.num_groups, -1), self.eps).flatten(
+            2
+        )
         scaled = self.norm_weight * normed.to(hidden_USH.dtype)
         out_USH: Tensor = self.out_proj(scaled.to(hidden_USH.dtype))
         return out_USH
@@ -139,9 +141,11 @@ def recur(layer: Mamba2, inputs: Inputs, state: State | None) -> tuple[Tensor, S
     mixed_USC, last_UwC = convolve(inputs, state.mixed_UwC, layer.conv_weight, layer.conv_bias)
     value, key, query = torch.split(mixed_USC, sizes.parts, dim=-1)
     group = sizes.num_heads // sizes.num_groups
-    value_UNSV = value.unflatten(-1, (-1, sizes.value_size)).transpose(1, 2)
+    value_UNSV = value.reshape(*value.shape[:2], -1, sizes.value_size).transpose(1, 2)
     key_UNSD, query_UNSD = (
-        part.unflatten(-1, (-1, sizes.key_size)).transpose(1, 2).repeat_interleave(group, dim=1)
+        part.reshape(*part.shape[:2], -1, sizes.key_size)
+        .transpose(1, 2)
+        .repeat_interleave(group, dim=1)
         for part in (key, query)
     )
     decay, step = inputs.log_decay_USN, inputs.rate_USN

@@ -74,8 +74,9 @@ def fitted_sbuf_bytes(name: str = "trn2") -> int:
     return usable * _SBUF_PERCENT.get(name, 100) // 100 // 1024 * 1024
 
 
-# Of a Trainium 2.
+# Of a Trainium 2: what buffers are fitted into, and beyond which a kernel of one form is refused.
 SBUF_BYTES: Final = fitted_sbuf_bytes()
+MOST_SBUF_BYTES: Final = TRN2.sbuf_usable_bytes_per_partition
 
 
 def core(name: str = "trn2") -> Core:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nki_kernels.common.chip import BANK_FLOATS, SBUF_BYTES
+from nki_kernels.common.chip import BANK_FLOATS, MOST_SBUF_BYTES
 from nki_kernels.common.work_tiles import WorkTileDims
 from nki_kernels.index.config import NO_WORK_TILES, BlockDims
 from nki_kernels.index.memory import sbuf_bytes
@@ -51,9 +51,9 @@ def check_index_blocks(
             " Use work_tile_dims() of the configuration."
         )
     needed = sbuf_bytes(num_tokens, top_k, dims, num_cores, work_tiles)
-    if needed > SBUF_BYTES:
+    if needed > MOST_SBUF_BYTES:
         raise ValueError(
             f"num_tokens={num_tokens}, num_experts={dims.num_experts},"
             f" num_blocks={dims.num_blocks}, block_size={dims.block_size}: need {needed} bytes of"
-            f" SBUF per partition, must be at most {SBUF_BYTES}. Index the tokens in parts."
+            f" SBUF per partition, must be at most {MOST_SBUF_BYTES}. Index the tokens in parts."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nki_kernels.common.chip import SBUF_BYTES
+from nki_kernels.common.chip import MOST_SBUF_BYTES
 from nki_kernels.common.router_choice import MAX_EXPERTS, check_router_formula
 from nki_kernels.route.config import DTYPES, RouterConfig, num_rows
 from nki_kernels.route.memory import router_table, sbuf_bytes
@@ -39,9 +39,10 @@ def check_router_topk(config: RouterConfig, num_tokens: int) -> None:
             " outside the kernel."
         )
     needed = sbuf_bytes(router_table(config, -(-num_tokens // num_cores), 1))
-    if needed > SBUF_BYTES:
+    if needed > MOST_SBUF_BYTES:
         raise ValueError(
             f"hidden_size={H}, num_experts={E} with {config.hidden_dtype} hidden and"
             f" {config.weight_dtype} weights: need {needed} bytes of SBUF per partition, must be at"
-            f" most {SBUF_BYTES}. Keep hidden and router_weight in bfloat16, or split the experts."
+            f" most {MOST_SBUF_BYTES}. Keep hidden and router_weight in bfloat16, or split the"
+            " experts."
         )
