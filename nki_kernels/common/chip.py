@@ -68,15 +68,19 @@ def chip_in_force(name: str = "trn2") -> Hardware:
     return hardware.CHIPS[name]
 
 
+def most_sbuf_bytes(name: str = "trn2") -> int:
+    """Return the bytes per partition beyond which nothing runs; what has one form may take all."""
+    return hardware.CHIPS[name].sbuf_usable_bytes_per_partition
+
+
 def fitted_sbuf_bytes(name: str = "trn2") -> int:
     """Return the bytes per partition that buffers may be fitted into, in whole KiB."""
-    usable = hardware.CHIPS[name].sbuf_usable_bytes_per_partition
-    return usable * _SBUF_PERCENT.get(name, 100) // 100 // 1024 * 1024
+    return most_sbuf_bytes(name) * _SBUF_PERCENT.get(name, 100) // 100 // 1024 * 1024
 
 
 # Of a Trainium 2: what buffers are fitted into, and beyond which a kernel of one form is refused.
 SBUF_BYTES: Final = fitted_sbuf_bytes()
-MOST_SBUF_BYTES: Final = TRN2.sbuf_usable_bytes_per_partition
+MOST_SBUF_BYTES: Final = most_sbuf_bytes()
 
 
 def core(name: str = "trn2") -> Core:

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import AxisTiles, tile_axis
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
+from nki_kernels.common.chip import (
+    BANK_FLOATS,
+    PARTITIONS,
+    core,
+    fitted_sbuf_bytes,
+    most_sbuf_bytes,
+)
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
     DecodeConfig,
@@ -128,6 +134,19 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     Raises:
         ValueError: nothing fits.
     """
+    for room in (fitted_sbuf_bytes(draft.chip), most_sbuf_bytes(draft.chip)):
+        found = _fastest(draft, request, room)
+        if found is not None:
+            return found
+    raise ValueError(
+        f"T={draft.T}, H={draft.H}, I={draft.I}, shard={draft.shard!r},"
+        f" chunks={request.chunks}: no chunk of an expert fits SBUF, or the chunks do not"
+        " divide by the cores. Leave shard and chunks open, or use fewer tokens."
+    )
+
+
+def _fastest(draft: DecodeConfig, request: DecodeRequest, room: int) -> DecodeConfig | None:
+    """Return the configuration with the least estimated time in so many bytes of SBUF, or None."""
     modes = ("selective", "all") if draft.mode == "auto" else (draft.mode,)
     shards = ("experts", "intermediate") if draft.shard == "auto" else (draft.shard,)
     touched = skewed_experts(draft) if draft.mode == "auto" else expected_experts(draft)
@@ -135,7 +154,7 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     best_ns = float("inf")
     for mode in modes:
         for shard in shards:
-            found = _best_that_fits(replace(draft, mode=mode, shard=shard), request, touched)
+            found = _best_that_fits(replace(draft, mode=mode, shard=shard), request, touched, room)
             if found is None:
                 continue
             found_ns = decode_ns(found, touched)
@@ -146,16 +165,12 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
             if found_ns < best_ns:
                 best, best_ns = found, found_ns
     if best is None:
-        raise ValueError(
-            f"T={draft.T}, H={draft.H}, I={draft.I}, shard={draft.shard!r},"
-            f" chunks={request.chunks}: no chunk of an expert fits SBUF, or the chunks do not"
-            " divide by the cores. Leave shard and chunks open, or use fewer tokens."
-        )
+        return None
     return replace(best, reason=_reason(best, _list_ns(best) + request.front_ns))
 
 
 def _best_that_fits(
-    draft: DecodeConfig, request: DecodeRequest, touched: float
+    draft: DecodeConfig, request: DecodeRequest, touched: float, room: int
 ) -> DecodeConfig | None:
     """Return the configuration with the least estimated time among those that fit.
 
@@ -166,7 +181,7 @@ def _best_that_fits(
     for chunks in _chunk_counts(draft, request.chunks):
         found = False
         for parts in _part_counts(draft, chunks, request.parts):
-            candidate = _first_that_fits(draft, request, chunks, parts)
+            candidate = _first_that_fits(draft, request, chunks, parts, room)
             if candidate is None:
                 continue
             found = True
@@ -179,7 +194,7 @@ def _best_that_fits(
 
 
 def _first_that_fits(
-    draft: DecodeConfig, request: DecodeRequest, chunks: int, parts: int
+    draft: DecodeConfig, request: DecodeRequest, chunks: int, parts: int, room: int
 ) -> DecodeConfig | None:
     """Return the configuration with the most buffers that fits."""
     for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
@@ -192,7 +207,7 @@ def _first_that_fits(
                 continue
             if parts > 1 and not _holds_projections(placed):
                 continue
-            if sbuf_bytes(placed) <= fitted_sbuf_bytes(draft.chip):
+            if sbuf_bytes(placed) <= room:
                 return placed
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import PARTITIONS, core, fitted_sbuf_bytes
+from nki_kernels.common.chip import PARTITIONS, core, fitted_sbuf_bytes, most_sbuf_bytes
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.common.rank_sums import ALONE, RankSum, check_rank_sum
@@ -114,9 +114,9 @@ def make_layer_config(
     parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
     config = LayerConfig(routed, router, form, routed, parts)
     needed = _front_bytes(config)
-    most = fitted_sbuf_bytes(request.chip)
+    most = most_sbuf_bytes(request.chip)
     if form.shared_width:
-        room = most - needed
+        room = fitted_sbuf_bytes(request.chip) - needed
         shared = make_shared_config(
             routed, form.shared_width, form.shared_formula, form.shared_format, room
         )

@@ -171,7 +171,8 @@ def test_a_rank_without_a_hit_writes_zeros(T: int) -> None:
 
 @pytest.mark.parametrize("start_core", [0, 1])
 @pytest.mark.parametrize(
-    "name", ["T16-H128-I64-E11-K4-selective", "T8-H128-I64-E9-K2-all", "parts-halves"]
+    "name",
+    ["T16-H128-I64-E11-K4-selective", "T8-H128-I64-E9-K2-all", "T20-H256-I256-E11-K2-parts-halves"],
 )
 def test_the_order_of_the_cores_does_not_matter(name: str, start_core: int) -> None:
     check((CASES | PLANS)[name], SimOptions(start_core=start_core, preempt=0.2, seed=3))
