@@ -278,7 +278,7 @@ OTHERS = {
         r"model_type='llama' \(LlamaForCausalLM\): a dense model",
     ),
     "dense-one-expert": (
-        {"model_type": "hunyuan_v1_moe", "vocab_size": 8, "num_experts": 1},
+        {"model_type": "phimoe", "vocab_size": 8, "num_experts": 1},
         "a dense model",
     ),
     "vision": (

@@ -50,6 +50,9 @@ OTHERS = (
     "granitemoeshared",
     "flex_olmo",
     "afmoe",
+    "mistral4",
+    "minimax_m3_vl_text",
+    "longcat_flash",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer

@@ -68,7 +68,7 @@ def test_a_gathered_transpose_takes_16_to_128_rows_of_indices(shape: tuple[int, 
     count = max(16, rows * columns // 16 * 16)
 
     def body(dst: Any, x: Any) -> None:
-        numbers = nl.ndarray(shape, nl.int32)
+        numbers = nl.ndarray(shape, nl.uint32)
         isa.memset(numbers, 0)
         isa.dma_transpose(dst, x.ap([[8, count], [1, 8]], vector_offset=numbers))
 
@@ -134,7 +134,7 @@ AT_INDICES: dict[str, Any] = {
 @pytest.mark.parametrize("name", AT_INDICES)
 def test_rows_at_indices_need_the_second_generation(name: str, target: str) -> None:
     def body(dst: Any, x: Any) -> None:
-        numbers = nl.ndarray((16, 1), nl.int32)
+        numbers = nl.ndarray((16, 1), nl.uint32)
         isa.memset(numbers, 0)
         AT_INDICES[name](dst, x.ap([[8, 16], [1, 8]], vector_offset=numbers))
 
