@@ -94,7 +94,9 @@ def test_every_family_but_the_recurrent_ones_runs_inside_vllm_in_the_tests() -> 
     types = [FAMILIES[name].model_type for name in (*FIRST, *OTHERS) if name != TINY_NAME]
     run = {find_model_file(each).__name__ for each in ("gpt_oss", *types)}
     every = {find_model_file(each).__name__ for each in model_types()}
-    recurrent = {find_model_file(name).__name__ for name in ("qwen3_5_moe", "qwen3_next", "nemotron_h")}
+    recurrent = {
+        find_model_file(name).__name__ for name in ("qwen3_5_moe", "qwen3_next", "nemotron_h")
+    }
     assert every - run == recurrent
 
 
