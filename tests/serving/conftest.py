@@ -22,8 +22,14 @@ from tests.models.families import FAMILIES, write_checkpoint
 SIZES = {"head_dim": 32, "attention_chunk_size": 64, "max_position_embeddings": 4096}
 OWN_SIZES = {
     # Their heads are what that divides.
-    **{name: {"num_attention_heads": 2} for name in ("dbrx", "olmoe", "qwen2_moe")},
+    **{
+        name: {"num_attention_heads": 2}
+        for name in ("dbrx", "olmoe", "qwen2_moe", "granitemoe", "granitemoeshared", "flex_olmo")
+    },
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
+    "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
+    "glm4_moe_lite": {"qk_nope_head_dim": 24},
+    "mistral4": {"qk_nope_head_dim": 24},
 }
 # Run inside vLLM, by themselves: the first in the short form of the tests, too.
 FIRST = (TINY_NAME, "qwen3_moe", "deepseek_v3")
@@ -73,7 +79,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("served")
             sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
-            config = FAMILIES[name].config(**sizes, **OWN_SIZES.get(name.partition("-")[0], {}))
+            config = FAMILIES[name].config(**sizes | OWN_SIZES.get(name.partition("-")[0], {}))
             write_checkpoint(config, made[name], seed=len(name))
         return made[name]
 
