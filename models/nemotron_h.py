@@ -83,6 +83,7 @@ class NemotronHConfig(DecoderConfig):
         for key in ("attention_bias", "mlp_bias", "use_bias"):
             reader.require(key, False)
         reader.require("mlp_hidden_act", "relu2")
+        reader.require("tie_word_embeddings", False)  # which transformers does not do
         reader.require("mamba_hidden_act", "silu")
         size = reader.get("hidden_size", int)
         router = RouterFormula(

@@ -164,12 +164,15 @@ class ExpertMLPsV2(RoutedExperts):
             return
         config, given = self.routed_experts_mlp_config, self.blockwise_matmul_config
         now = config, config.__dict__[CHANGES], given, given.__dict__[CHANGES]
-        if seen[0] is not config or seen[1] != now[1]:
+        is_other = seen[0] is not config or seen[1] != now[1]
+        is_other_given = seen[2] is not given or seen[3] != now[3]
+        if is_other:
             self.spec = _of_the_same_weights(expert_spec(config), self.spec)
-        if seen[2] is not given or seen[3] != now[3]:
+        if is_other_given:
             tuning = _with_remarks(given, config, self.backend.name, self.is_prefill)
             self.tuning = replace(tuning, save_percent=self.tuning.save_percent)
-        self.__dict__["_followed"] = now
+        if is_other or is_other_given:  # a graph that is captured sees no write
+            self.__dict__["_followed"] = now
 
     def parts(self, phase: str, forms: Forms | None = None) -> LayerParts:
         """Return what a backend plans with, as the configurations say now."""

@@ -168,7 +168,8 @@ def train(layer: MoE, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         (loss + auxiliary_loss(layer)).backward()
         sum_shared_gradients(layer)
         optimizer.step()
-        step_selection_biases(layer, BIAS_STEP)
+        if layer.router.e_score_correction_bias is not None:
+            step_selection_biases(layer, BIAS_STEP)
         losses.append(loss.detach())
     return losses
 
