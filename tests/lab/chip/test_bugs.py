@@ -260,6 +260,6 @@ def test_a_wedged_device_is_reset_between_processes(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     rows = {row["name"]: row["outcome"] for row in json.loads(path.read_text())["rows"]}
-    assert list(rows.values()) == ["works", "works", "wedges"]
+    assert list(rows.values()) == ["wedges"]
     assert verdicts(tmp_path / "chip_check" / "verdicts.json").items() >= rows.items()
     assert "verdicts: chip_check/verdicts.json" in done.stdout

@@ -91,9 +91,13 @@ class Way(NamedTuple):
         return 2 if self.copies == "split" else RANKS[self.copies]
 
     @property
-    def is_long(self) -> bool:
-        """Whether it takes its time: compilers, an interpreter, many ranks."""
-        return self.graph == "compiled" or self.backend == "cuda" or RANKS[self.copies] > 2
+    def pace(self) -> str:
+        """The mark of what takes its time: compilers, an interpreter, many ranks."""
+        is_interpreted = self.backend == "cuda" and self.device == "cpu"
+        if is_interpreted and RANKS[self.copies] > 2:
+            return "slow"
+        is_long = self.graph == "compiled" or self.backend == "cuda" or RANKS[self.copies] > 2
+        return "long" if is_long else ""
 
     @property
     def is_sharded(self) -> bool:
@@ -406,7 +410,10 @@ def test_every_pair_of_ways_is_tried_or_listed() -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, id=way.name, marks=[pytest.mark.long] * way.is_long) for way in WAYS],
+    [
+        pytest.param(way, id=way.name, marks=[getattr(pytest.mark, way.pace)] if way.pace else [])
+        for way in WAYS
+    ],
 )
 def test_three_steps_are_those_of_the_formulas(run_ranks: Any, way: Way) -> None:
     if way.backend == "cuda":
