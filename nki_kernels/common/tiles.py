@@ -1,7 +1,7 @@
 """Shared stages over tiles: reading an axis onto partitions, scalar chains, tables, transposes.
 
 Functions take tiles and give tiles; none allocates on chip unless its name says so. Axis letters
-as in work tiles.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
+as in work_tiles.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
 """
 
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ Outputs, in shared HBM:
     num_valid_blocks      [1]      int32  blocks that hold a token
     tokens_per_expert     [E]      int32
     slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
-and, where asked, the lists of work tiles for `blockwise_moe` (see work tiles.py):
+and, where asked, the lists of work tiles for `blockwise_moe` (see work_tiles.py):
     work_expert_CV       [C, V]   int32  work tiles.WorkTileLists, to which they are equal bit
     by bit work_row_tiles_CVG      [C, V, G]  int32
     class_trips_1L        [1, L]   int32
@@ -43,7 +43,7 @@ Steps:
     2. Count choices per expert, on lower partitions and in all; exchange the counts.
     3. Lay out blocks; core 0 stores what is known per block and per expert.
     4. Rank the pairs: a tile's first slot of each expert, plus the choices in tiles before it.
-    5. List the work tiles (work tiles.py), if asked.
+    5. List the work tiles (work_tiles.py), if asked.
     6. Invert the slots (slot_inverse.py).
 
 Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bit for bit.

@@ -4,7 +4,7 @@
     logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py),
         or what `index` and `affinities` say, if config.router is None
     slots, work tiles = places of this rank's choices, in any order
-        inside an expert                       (index/token_lists.py, index/work tiles.py)
+        inside an expert                       (index/token_lists.py, index/work_tiles.py)
     y = this rank's experts on the slots                           (prefill/kernel.py),
         whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
     s = shared experts of x, if config.out.has_shared              (prefill/kernel.py)

@@ -139,7 +139,7 @@ class LoopPlan(NKIObject):
     """How a core goes through its work tiles.
 
     `classes` are the work tile sizes that have a loop of their own, descending, in half tiles
-    (common/work tiles.py). `is_dynamic`: run-time trip counts; otherwise the loop covers the worst
+    (common/work_tiles.py). `is_dynamic`: run-time trip counts; otherwise the loop covers the worst
     case. `in_halves`: core 0 takes the first half of the work tiles, not every second one.
     `skips_weights`: weights that the last work tile left on chip are not loaded again.
 
