@@ -97,12 +97,33 @@ class State(NamedTuple):
     memory_UNDV: Tensor
 
 
+class Recurrent(nn.Module):
+    """A layer that keeps a memory of each sequence.
+
+    Attributes:
+        reach: None: no position is looked at again.
+        cache_shape: nothing is kept of each token.
+    """
+
+    reach = None
+    cache_shape: CacheShape = ()
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of each sequence, `State`."""
+        raise NotImplementedError
+
+    def empty_state(self, num_sequences: int, like: Tensor) -> State:
+        """Return the state before any token, in the dtype and on the device of `like`."""
+        return State(*(shape.zeros(num_sequences, like) for shape in self.state_shapes))
+
+
 Recurrence = Callable[["GatedDeltaNet", Inputs, StateView | None], Tensor]
 """The core: given the module, the new tokens and the view, returns [U, S, N, V] float32; the
 leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Recurrent):
     """Projections, gates and norm around an exchangeable recurrence.
 
     Args:
@@ -114,14 +135,10 @@ class GatedDeltaNet(nn.Module):
 
     Attributes:
         core: see `Recurrence`.
-        reach: None: no position is looked at again.
-        cache_shape: nothing is kept of each token.
         sizes: of this rank's part.
     """
 
     core: Recurrence
-    reach = None
-    cache_shape: CacheShape = ()
 
     in_proj_qkv: nn.Linear
     in_proj_z: nn.Linear
@@ -192,18 +209,25 @@ class GatedDeltaNet(nn.Module):
         rate_USN, step_USN = (part.flatten(-2) for part in both.unbind(-2))
         return torch.cat(mixed, dim=-1), gate, rate_USN, step_USN
 
-    def empty_state(self, num_sequences: int, like: Tensor) -> State:
-        """Return the state before any token, in the dtype and on the device of `like`."""
-        return State(*(shape.zeros(num_sequences, like) for shape in self.state_shapes))
-
 
 def recur_cached(layer: GatedDeltaNet, inputs: Inputs, view: StateView | None) -> Tensor:
     """Go on from the state in the cache, and keep the new one there; without one, from nothing."""
-    tensors = need_view(view).tensors
-    out_USNV, new = recur(layer, inputs, State(*tensors) if tensors else None)
-    for kept, tensor in zip(tensors, new, strict=bool(tensors)):
-        kept.copy_(tensor)
+    state = state_of(view)
+    out_USNV, new = recur(layer, inputs, state)
+    keep(state, new)
     return out_USNV
+
+
+def state_of(view: StateView | None) -> State | None:
+    """Return the state in the cache; None without one."""
+    tensors = need_view(view).tensors
+    return State(*tensors) if tensors else None
+
+
+def keep(state: State | None, new: State) -> None:
+    """Write a new state over that in the cache, where there is one."""
+    for kept, tensor in zip(state or (), new, strict=state is not None):
+        kept.copy_(tensor)
 
 
 def recur(layer: GatedDeltaNet, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:

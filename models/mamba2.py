@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neuron_moe.errors import check_positive_int
-from neuron_moe.models.attention import CacheShape, StateShape, StateView, need_view
+from neuron_moe.models.attention import StateShape, StateView
 from neuron_moe.models.decoder import Tokens
-from neuron_moe.models.delta_net import Inputs, State, convolve
+from neuron_moe.models.delta_net import Inputs, Recurrent, State, convolve, keep, state_of
 from neuron_moe.models.layers import unit_rms
 
 _CHUNK = 64  # tokens that are compared with each other at once
@@ -53,7 +53,7 @@ class Mamba2Sizes:
         return [self.num_heads * self.value_size, keys, keys]
 
 
-class Mamba2(nn.Module):
+class Mamba2(Recurrent):
     """Projections, gate and norm around an exchangeable recurrence, see `delta_net.Recurrence`.
 
     Args:
@@ -65,13 +65,7 @@ class Mamba2(nn.Module):
 
     Attributes:
         core: given `delta_net.Inputs`, whose rates are steps, returns [U, S, N, V] float32.
-        reach: None: no position is looked at again.
-        cache_shape: nothing is kept of each token.
-        state_shapes: what is kept of each sequence, `delta_net.State`.
     """
-
-    reach = None
-    cache_shape: CacheShape = ()
 
     def __init__(
         self,
@@ -85,10 +79,6 @@ class Mamba2(nn.Module):
         super().__init__()
         self.sizes, self.eps, self.least_step, self.core = sizes, eps, least_step, recur_cached
         heads, channels, inner = sizes.num_heads, sum(sizes.parts), sizes.parts[0]
-        self.state_shapes = (
-            StateShape((sizes.conv_width - 1, channels)),
-            StateShape((heads, sizes.key_size, sizes.value_size), torch.float32),
-        )
         width = inner + channels + heads
         self.in_proj = nn.Linear(sizes.hidden_size, width, bias=False, dtype=dtype)
         self.out_proj = nn.Linear(inner, sizes.hidden_size, bias=False, dtype=dtype)
@@ -98,6 +88,15 @@ class Mamba2(nn.Module):
         self.dt_bias, self.D = (nn.Parameter(torch.zeros(heads, dtype=dtype)) for _ in range(2))
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.ones(inner, dtype=dtype))
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of each sequence, `State`."""
+        sizes = self.sizes
+        return (
+            StateShape((sizes.conv_width - 1, sum(sizes.parts))),
+            StateShape((sizes.num_heads, sizes.key_size, sizes.value_size), torch.float32),
+        )
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the layer's output `[U, S, H]`; arguments as in `DecoderLayer`."""
@@ -119,17 +118,12 @@ class Mamba2(nn.Module):
         out_USH: Tensor = self.out_proj(scaled.to(hidden_USH.dtype))
         return out_USH
 
-    def empty_state(self, num_sequences: int, like: Tensor) -> State:
-        """Return the state before any token, in the dtype and on the device of `like`."""
-        return State(*(shape.zeros(num_sequences, like) for shape in self.state_shapes))
-
 
 def recur_cached(layer: Mamba2, inputs: Inputs, view: StateView | None) -> Tensor:
     """Go on from the state in the cache, and keep the new one there; without one, from nothing."""
-    tensors = need_view(view).tensors
-    out_USNV, new = recur(layer, inputs, State(*tensors) if tensors else None)
-    for kept, tensor in zip(tensors, new, strict=bool(tensors)):
-        kept.copy_(tensor)
+    state = state_of(view)
+    out_USNV, new = recur(layer, inputs, state)
+    keep(state, new)
     return out_USNV
 
 
