@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from nki_kernels.objects import NKIObject
 
 ROUTER_ACTIVATIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-EXPERT_ACTIVATIONS = (
-    *("silu", "gelu", "gelu_tanh", "relu", "relu2", "leaky_relu", "sigmoid", "tanh"),
-)
+KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+EXPERT_ACTIVATIONS = (*KERNEL_ACTIVATIONS, "leaky_relu")
 
 
 @dataclass(frozen=True)
