@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from nki_kernels.objects import NKIObject
 
 ROUTER_ACTIVATIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
-EXPERT_ACTIVATIONS = (*KERNEL_ACTIVATIONS, "leaky_relu")
+EXPERT_ACTIVATIONS = (
+    *("silu", "gelu", "gelu_tanh", "relu", "relu2", "leaky_relu", "sigmoid", "tanh"),
+)
+KERNEL_ACTIVATIONS = EXPERT_ACTIVATIONS
+LEAKY_SLOPE = 0.01  # of leaky_relu below zero
 
 
 @dataclass(frozen=True)
