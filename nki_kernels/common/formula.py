@@ -14,7 +14,6 @@ ROUTER_ACTIVATIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 EXPERT_ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "leaky_relu", "sigmoid", "tanh"),
 )
-KERNEL_ACTIVATIONS = EXPERT_ACTIVATIONS
 LEAKY_SLOPE = 0.01  # of leaky_relu below zero
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
 from nki_kernels.common.formula import (
-    KERNEL_ACTIVATIONS,
+    EXPERT_ACTIVATIONS,
     ExpertFormula,
     Limits,
     bounds_of,
@@ -40,7 +40,7 @@ _PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
 _ALLOWED = {
     "weight_format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
     "chip": ("trn2", "trn3"),
-    "activation": KERNEL_ACTIVATIONS,
+    "activation": EXPERT_ACTIVATIONS,
     "scaling": ("none", "pre", "post"),
     "stores": ("tiles", "rows"),
     "fetches": ("copy", "dma"),

@@ -15,7 +15,7 @@ from neuron_moe.quantize import recode_bf16_to_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import MXFP4, NarrowMatrices
-from nki_kernels.common.formula import KERNEL_ACTIVATIONS, ExpertFormula, limits
+from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula, limits
 
 _log = logging.getLogger("neuron_moe")
 
@@ -175,9 +175,9 @@ def kernel_formula(weights: ExpertWeights) -> ExpertFormula:
 
 def check_formula(formula: ExpertFormula) -> None:
     """Raise ValueError for an activation that the kernels do not have."""
-    known = ("sigmoid",) if formula.gates_itself else KERNEL_ACTIVATIONS
+    known = ("sigmoid",) if formula.gates_itself else EXPERT_ACTIVATIONS
     if formula.activation not in known:
-        names = ", ".join(KERNEL_ACTIVATIONS)
+        names = ", ".join(EXPERT_ACTIVATIONS)
         raise ValueError(
             f"hidden_act={formula.activation!r}, gates_itself={formula.gates_itself}: not in the"
             f" kernels, which have {names}, and of SwiGLU sigmoid. Use backend='torch'."
