@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 import threading
 import types
@@ -60,9 +59,9 @@ def _calls(file: str) -> list[tuple[int, str]]:
 
 def _refused(code: types.CodeType) -> Iterator[str]:
     """Yield the lines of a function that have such a call."""
-    lines, first = inspect.getsourcelines(code)
+    last = max(line for _, _, line in code.co_lines() if line is not None)
     for line, what in _calls(code.co_filename):
-        if first <= line < first + len(lines):
+        if code.co_firstlineno <= line <= last:
             yield f"{code.co_filename}:{line}: {what}"
 
 
