@@ -1,13 +1,13 @@
 """NxD's own unit tests of modules/moe, with NxD's names or with ours in their place.
 
-    git clone https://github.com/aws-neuron/neuronx-distributed; pip install parameterized
-    PYTHONPATH=neuronx-distributed/src python -m tests.nxd.unit_tests [--ours] [PYTEST OPTIONS]
+    python -m tests.nxd.unit_tests [--ours] [PYTEST OPTIONS]
 
-The tests are run unchanged, from the clone, in one process: gloo stands for the group of XLA, the
-closed packages are stood in for, and each test takes one iteration in place of ten. With --ours
-each class of NxD's files that this package has too is ours while the tests are imported. Prints
-what became of each test, and last, one line of JSON: the numbers of those that passed, in the order
-of collection. unit_tests.json has those that do not, with reasons.
+in the environment of docs/nxdi.md, without pytest-mock. The tests are run unchanged, from the
+clone, in one process: gloo stands for the group of XLA, the closed packages are stood in for, and
+each test takes one iteration in place of ten. With --ours each class of NxD's files that this
+package has too is ours while the tests are imported. Prints what became of each test, and last, one
+line of JSON: the numbers of those that passed, in the order of collection. unit_tests.json has
+those that do not, with reasons.
 """
 
 import contextlib
