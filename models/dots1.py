@@ -14,18 +14,16 @@ import torch
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
+    BiasedRoutingModel,
     SlidingConfig,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
     read_window,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
-from neuron_moe.moe import MoE
 
 OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
 GROUPS = {"n_group": 1, "topk_group": 1}
@@ -61,7 +59,7 @@ class Dots1Config(SlidingConfig):
 Config = Dots1Config
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """dots.llm1 for generation."""
 
     config: Dots1Config
@@ -76,10 +74,6 @@ class Model(DecoderModel):
             bias=PROJECTIONS if config.attention_bias else (),
             norms="by head",
         )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(config: Dots1Config) -> WeightMap:

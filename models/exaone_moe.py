@@ -16,19 +16,17 @@ from torch import Tensor
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
+    BiasedRoutingModel,
     SlidingConfig,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
     read_window,
     sparse_rules,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
+from neuron_moe.models.decoder import GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import mlp_rules, projection_names
-from neuron_moe.moe import MoE
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -57,9 +55,14 @@ class ExaoneMoeConfig(SlidingConfig):
             rope=RopeConfig.from_hf(reader),
             sliding_window=window,
             layer_types=reader.get_strings("layer_types") or usual,
-            **read_feed_forward(reader, names=NAMES, defaults=DEFAULTS)
             # No projection has a bias; what predicts has a name of its own, and no number.
-            | {"attention_bias": False, "prediction_layers": ()},
+            **read_feed_forward(
+                reader,
+                names=NAMES,
+                defaults=DEFAULTS,
+                attention_bias=False,
+                prediction_layers=(),
+            ),
         )
 
 
@@ -99,7 +102,7 @@ class Attention(GroupedAttention):
         return super().turn(query_USQD, key_USJD, tokens) if self.turns else (query_USQD, key_USJD)
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """K-EXAONE for generation."""
 
     config: ExaoneMoeConfig
@@ -107,10 +110,6 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
         """Return the attention of a layer."""
         return Attention(self.config, layer, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(config: ExaoneMoeConfig) -> WeightMap:

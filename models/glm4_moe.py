@@ -15,16 +15,14 @@ import torch
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
+    BiasedRoutingModel,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS
-from neuron_moe.moe import MoE
 
 ROTATED_PART = 0.5  # of a head, where config.json does not say
 BIASED = ("q_proj", "k_proj", "v_proj")
@@ -55,7 +53,7 @@ class Glm4MoeConfig(BiasedRoutingConfig):
 Config = Glm4MoeConfig
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """GLM-4 MoE for generation."""
 
     config: Glm4MoeConfig
@@ -68,10 +66,6 @@ class Model(DecoderModel):
             bias=BIASED if self.config.attention_bias else (),
             norms="by head" if self.config.use_qk_norm else "",
         )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(config: Glm4MoeConfig) -> WeightMap:

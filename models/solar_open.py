@@ -13,16 +13,14 @@ import torch
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
+    BiasedRoutingModel,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS
-from neuron_moe.moe import MoE
 
 ROPE_THETA, ROTATED_PART = 1000000.0, 1.0  # where config.json does not say
 BIASED = ("q_proj", "k_proj", "v_proj")
@@ -41,19 +39,22 @@ class SolarOpenConfig(BiasedRoutingConfig):
         """
         reader = ConfigReader.of_family(config, "solar_open")
         reader.require("use_qk_norm", False)
-        part = ROTATED_PART
+        reader.require("first_k_dense_replace", 0)
+        inner, part = reader.get("moe_intermediate_size", int), ROTATED_PART
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, default_part=part),
-            **read_feed_forward(reader, has_dense_layers=False),
+            **read_feed_forward(
+                reader, defaults={"first_k_dense_replace": 0, "intermediate_size": inner}
+            ),
         )
 
 
 Config = SolarOpenConfig
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """Solar-Open for generation."""
 
     config: SolarOpenConfig
@@ -63,10 +64,6 @@ class Model(DecoderModel):
         return GroupedAttention(
             self.config, dtype, bias=BIASED if self.config.attention_bias else ()
         )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(config: SolarOpenConfig) -> WeightMap:
