@@ -97,8 +97,9 @@ class Attention(GroupedAttention):
 
     def __init__(self, config: AfmoeConfig, layer: int, dtype: torch.dtype) -> None:
         bias = PROJECTIONS if config.attention_bias else ()
-        super().__init__(config, dtype, reach=config.reach(layer), bias=bias, norms="by head")
-        self.turns = config.layer_types[layer] == ATTENTION_TYPES[0]
+        reach, norms = config.reach(layer), "by head"
+        turns = reach.window is not None
+        super().__init__(config, dtype, reach=reach, bias=bias, norms=norms, turns=turns)
         sizes = config.hidden_size, self.o_proj.in_features
         self.q_gate_proj = nn.Linear(*sizes, bias=False, dtype=dtype)
 
@@ -107,10 +108,6 @@ class Attention(GroupedAttention):
         mixed = self.mix(self.project(hidden_USH), tokens, view)
         out_USH: Tensor = self.o_proj(mixed * torch.sigmoid(self.q_gate_proj(hidden_USH)))
         return out_USH
-
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places, where the layer rotates them."""
-        return super().turn(query_USQD, key_USJD, tokens) if self.turns else (query_USQD, key_USJD)
 
 
 class Model(BiasedRoutingModel):
@@ -133,8 +130,7 @@ class Model(BiasedRoutingModel):
 
 def weight_map(config: AfmoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
-    names = projection_names(has_bias=config.attention_bias)
-    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
     gate = "layers.{layer}.self_attn.%sgate_proj.weight"
     rules = wrapped_rules("{layer}", NORMS)
     rules += [Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names]

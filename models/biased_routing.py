@@ -9,16 +9,24 @@ Source: DeepSeek-V3 technical report, arXiv 2412.19437, sections 2.1.2 and 2.2.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, check_layer_types
+from neuron_moe.models.attention import EVERYTHING, Reach
+from neuron_moe.models.decoder import (
+    DecoderConfig,
+    DecoderModel,
+    GroupedAttention,
+    check_layer_types,
+)
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated_moe
 from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
     decoder_map,
     decoder_rules,
     either,
@@ -34,6 +42,7 @@ from neuron_moe.spec import RouterSpec
 LAYER_TYPES = ("dense", "sparse")
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}  # of families without groups
 WINDOW = 4096  # where config.json does not say
+BIASED = ("q_proj", "k_proj", "v_proj")  # what else a family may give a bias
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
 FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
 
@@ -187,9 +196,23 @@ def read_sparse_layers(reader: ConfigReader, num_dense: int) -> tuple[int, ...]:
 
 
 class BiasedRoutingModel(DecoderModel):
-    """A model with these feed-forward parts; its family says which attention each layer has."""
+    """A model with these feed-forward parts, and grouped-query attention unless its family differs.
+
+    Attributes:
+        biased: projections with a bias, where config.json has `attention_bias`.
+        norms: of queries and keys, see `GroupedAttention`.
+    """
 
     config: BiasedRoutingConfig
+    biased: ClassVar[Sequence[str]] = PROJECTIONS
+    norms: ClassVar[str] = ""
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
+        """Return the attention of a layer."""
+        config = self.config
+        reach = config.reach(layer) if isinstance(config, SlidingConfig) else EVERYTHING
+        bias = self.biased if config.attention_bias else ()
+        return GroupedAttention(config, dtype, reach=reach, bias=bias, norms=self.norms)
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
         """Return a MoE with a float32 router, or an MLP where the layer is dense."""
@@ -207,6 +230,7 @@ def biased_routing_map(
     attention_names: Iterable[str],
     rules_of_sparse: Callable[[str], list[Rule]] | None = None,
     ignored: Sequence[str] = (FREQUENCIES,),
+    own: Sequence[Rule] = (),
 ) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused.
 
@@ -215,9 +239,11 @@ def biased_routing_map(
         attention_names: what follows `layers.N.` in the names of the attention's tensors.
         rules_of_sparse: those of a layer with experts; default: under DeepSeek-V3's names.
         ignored: patterns of tensors that are left out.
+        own: rules of what the family has beside these.
     """
-    of_sparse = rules_of_sparse or sparse_rules
-    rules = decoder_rules(attention_names)
+    has_shared = config.shared_size is not None
+    of_sparse = rules_of_sparse or partial(sparse_rules, has_shared=has_shared)
+    rules = [*decoder_rules(attention_names), *own]
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
@@ -228,12 +254,15 @@ def biased_routing_map(
     return decoder_map(rules, sizes, ignored, blocks, is_tied=config.tie_word_embeddings)
 
 
-def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> list[Rule]:
+def sparse_rules(
+    layer: str, bias: str = "mlp.gate.e_score_correction_bias", *, has_shared: bool = True
+) -> list[Rule]:
     """Return the rules of a layer with experts under DeepSeek-V3's names.
 
     Args:
         layer: its number, or `{layer}`.
         bias: name of the bias that helps to choose, within the layer; "" for none.
+        has_shared: there are shared experts.
     """
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
     names = mlp + "experts", moe + "expert_mlps.mlp_op"
@@ -242,7 +271,7 @@ def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> 
     return [
         Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
         *([Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True)] if bias else ()),
-        *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
+        *(mlp_rules(mlp + "shared_experts", moe + "shared_experts") if has_shared else ()),
         *either(separate=expert_rules(*names), fused=fused),
     ]
 

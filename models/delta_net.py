@@ -9,9 +9,9 @@ Letters: U sequences, S new tokens of each, C channels of queries, keys and valu
 of the convolution, X = W - 1 + S, N value heads, D key size, V value size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -112,18 +112,28 @@ class Recurrent(nn.Module):
         """What is kept of each sequence, `State`."""
         raise NotImplementedError
 
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        raise NotImplementedError
+
     def empty_state(self, num_sequences: int, like: Tensor) -> State:
         """Return the state before any token, in the dtype and on the device of `like`."""
         return tuple(shape.zeros(num_sequences, like) for shape in self.state_shapes)
 
     def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
-        """Return what the layer answers to new tokens, [U, S, ..] float32, and the state after."""
+        """Return what the layer answers, [U, S, N, V] float32, and the state after."""
         raise NotImplementedError
 
 
+def bytes_of(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
+    """Return the bytes of a sequence's states; `dtype` is that of states that name none."""
+    return sum(prod(shape.sizes) * (shape.dtype or dtype).itemsize for shape in shapes)
+
+
 Recurrence = Callable[[Recurrent, Inputs, StateView | None], Tensor]
-"""The core: given the module, the new tokens and the view, returns [U, S, ..] as `recur` does; the
-leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
+"""The core: given the module, the new tokens and the view, returns [U, S, N, V] as `recur` does;
+the leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
 
 
 def recur_cached(layer: Recurrent, inputs: Inputs, view: StateView | None) -> Tensor:
@@ -184,6 +194,11 @@ class GatedDeltaNet(Recurrent):
     def state_shapes(self) -> tuple[StateShape, ...]:
         """What is kept of each sequence, see `State`."""
         return self.sizes.state_shapes
+
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        return self.sizes.num_value_heads, self.sizes.value_size
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""

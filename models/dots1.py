@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
@@ -20,10 +18,9 @@ from neuron_moe.models.biased_routing import (
     read_feed_forward,
     read_window,
 )
-from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
+from neuron_moe.models.weight_rules import projection_names
 
 OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
 GROUPS = {"n_group": 1, "topk_group": 1}
@@ -63,22 +60,10 @@ class Model(BiasedRoutingModel):
     """dots.llm1 for generation."""
 
     config: Dots1Config
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with norms on heads."""
-        config = self.config
-        return GroupedAttention(
-            config,
-            dtype,
-            reach=config.reach(layer),
-            bias=PROJECTIONS if config.attention_bias else (),
-            norms="by head",
-        )
+    norms = "by head"
 
 
 def weight_map(config: Dots1Config) -> WeightMap:
     """Map the published tensor names to ours."""
-    names = projection_names(has_bias=config.attention_bias)
-    return biased_routing_map(
-        config, [*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-    )
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
+    return biased_routing_map(config, names)

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.biased_routing import (
     ONE_GROUP,
@@ -20,11 +18,9 @@ from neuron_moe.models.biased_routing import (
     read_feed_forward,
     read_sparse_layers,
 )
-from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     either,
     expert_rules,
     fused_expert_rules,
@@ -77,17 +73,12 @@ class Model(BiasedRoutingModel):
     """Hy3 for generation."""
 
     config: HYV3Config
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with norms on heads."""
-        bias = PROJECTIONS if self.config.attention_bias else ()
-        return GroupedAttention(self.config, dtype, bias=bias, norms="by head")
+    norms = "by head"
 
 
 def weight_map(config: HYV3Config) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
-    names = projection_names(has_bias=config.attention_bias)
-    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
     return biased_routing_map(config, names, _sparse_rules, ignored=())
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from neuron_moe.checkpoint import Rule
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import StateShape, StateView
 from neuron_moe.models.decoder import Tokens
@@ -95,6 +96,11 @@ class Mamba2(Recurrent):
             StateShape((sizes.num_heads, sizes.key_size, sizes.value_size), torch.float32),
         )
 
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        return self.sizes.num_heads, self.sizes.value_size
+
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the layer's output `[U, S, H]`; arguments as in `DecoderLayer`."""
         sizes = self.sizes
@@ -149,6 +155,15 @@ class Mamba2(Recurrent):
             outputs.append(out)
         out_UNSV = torch.cat(outputs, dim=2) + self.D.float()[:, None, None] * value_UNSV
         return out_UNSV.transpose(1, 2), (last_UwC, memory_UNDV)
+
+
+def mamba_rules(theirs: str, ours: str, *, has_bias: bool) -> list[Rule]:
+    """Return the rules of a Mamba-2 memory, under transformers' names."""
+    plain = ("in_proj.weight", "out_proj.weight", "dt_bias", "A_log", "D")
+    renamed = {"norm.weight": "norm_weight", "conv1d.weight": "conv_weight"}
+    renamed |= {"conv1d.bias": "conv_bias"} if has_bias else {}
+    pairs = {**{name: name for name in plain}, **renamed}
+    return [Rule(theirs + old, ours + new, is_exact=old == "A_log") for old, new in pairs.items()]
 
 
 def _scan(

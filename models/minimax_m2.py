@@ -116,10 +116,9 @@ class Model(DecoderModel):
 def weight_map(config: MiniMaxM2Config) -> WeightMap:
     """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
     source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
-    names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
     bias = "e_score_correction_bias"
     rules = [
-        *decoder_rules([*names, "self_attn.k_norm.weight"]),
+        *decoder_rules(projection_names(has_bias=False, has_norms=True)),
         Rule(source + "gate.weight", moe + "router.linear_router.weight"),
         Rule(source + bias, f"{moe}router.{bias}", is_exact=True),
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),

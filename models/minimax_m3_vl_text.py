@@ -191,8 +191,7 @@ class Model(DecoderModel):
 
 def weight_map(config: MiniMaxM3Config) -> WeightMap:
     """Map the published tensor names, and those of transformers' text model, to ours."""
-    names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
-    names += ["self_attn.k_norm.weight"]
+    names = projection_names(has_bias=False, has_norms=True)
     sources = {"transformers": "model.", "published": "language_model.model."}
     heads = {"transformers": "lm_head.weight", "published": "language_model.lm_head.weight"}
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)

@@ -20,7 +20,7 @@ from neuron_moe.models.attention import CacheShape, View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated_moe
-from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes
+from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes, mamba_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, either
 from neuron_moe.moe import MoE
@@ -128,14 +128,6 @@ class Nothing(nn.Module):
     cache_shape: CacheShape = ()
 
 
-class UnrotatedAttention(GroupedAttention):
-    """Grouped-query attention whose queries and keys know nothing of their places."""
-
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return both as they are."""
-        return query_USQD, key_USJD
-
-
 class MixerLayer(nn.Module):
     """One thing behind a norm, and a residual around both.
 
@@ -180,7 +172,7 @@ class Model(DecoderModel):
             has_bias = config.use_conv_bias
             mixer: nn.Module = Mamba2(config.mamba, eps, least, dtype, has_conv_bias=has_bias)
         elif kind == "full_attention":
-            mixer = UnrotatedAttention(config, dtype)
+            mixer = GroupedAttention(config, dtype, turns=False)
         elif kind == "mlp":
             mixer = GatedMLP(config.hidden_size, config.intermediate_size, dtype, formula=RELU2)
         else:
@@ -224,15 +216,6 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
             rules += _expert_rules(theirs, ours + "moe.", has_latent=config.latent_size is not None)
     sizes = {"layer": config.num_hidden_layers, "expert": config.router.num_experts}
     return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
-
-
-def mamba_rules(theirs: str, ours: str, *, has_bias: bool) -> list[Rule]:
-    """Return the rules of a Mamba-2 memory, under transformers' names."""
-    plain = ("in_proj.weight", "out_proj.weight", "dt_bias", "A_log", "D")
-    renamed = {"norm.weight": "norm_weight", "conv1d.weight": "conv_weight"}
-    renamed |= {"conv1d.bias": "conv_bias"} if has_bias else {}
-    pairs = {**{name: name for name in plain}, **renamed}
-    return [Rule(theirs + old, ours + new, is_exact=old == "A_log") for old, new in pairs.items()]
 
 
 def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
