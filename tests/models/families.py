@@ -643,6 +643,34 @@ FAMILIES |= {
         variant="fused",
     ),
 }
+LFM2: dict[str, Any] = {
+    "head_dim": LEFT_OUT,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+FAMILIES |= {
+    "lfm2_moe": Family("lfm2_moe", LFM2),
+    # transformers lets the bias of padding in front reach the first tokens.
+    "lfm2_moe-biases": Family(
+        "lfm2_moe",
+        {
+            **LFM2,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "tie_word_embeddings": False,
+        },
+        pads_alike=False,
+    ),
+}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
@@ -672,7 +700,8 @@ def names(
 
 
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
-EXACT = ("e_score_correction_bias", "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
+BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
+EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -692,7 +721,7 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
         exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(EXACT)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(BIASES):
                 tensor.data = torch.randn(tensor.shape) * 0.2
             elif name in exact:
                 tensor.data = exact[name]
