@@ -1,9 +1,9 @@
 """Runs of vLLM in a process of its own: `python offline.py REQUESTS.json ANSWERS.json`.
 
-Each request has `model`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's LLM), `passes`,
-how often the prompts are sent, and perhaps `registrations` (of the plugin, beside vLLM's own one)
-and `stale_sinks`. Each answer has the `tokens` of each pass, or the `error`. Workers of several
-ranks are spawned, which needs the main guard.
+Each request has `model`, `architecture`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's
+LLM), `passes`, how often the prompts are sent, and perhaps `registrations` (of the plugin, beside
+vLLM's own one) and `stale_sinks`. Each answer has the `tokens` of each pass, or the `error`.
+Workers of several ranks are spawned, which needs the main guard.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def _generate(request: dict[str, Any]) -> list[list[list[int]]]:
         "max_num_seqs": 32,
         "kv_cache_memory_bytes": 128 << 20,
         "disable_log_stats": True,
-        "hf_overrides": hf_overrides(),
+        "hf_overrides": hf_overrides(request["architecture"]),
         **request["settings"],
     }
     llm = LLM(request["model"], **settings)
