@@ -167,7 +167,16 @@ def weight_map(config: MiMoV2FlashConfig) -> WeightMap:
         if kind == ATTENTION_TYPES[0]
         for rule in _sink_rules(f"layers.{layer}.self_attn.")
     ]
-    return biased_routing_map(config, names, ignored=(), own=own)
+    return biased_routing_map(config, names, ignored=_prediction_names(), own=own)
+
+
+def _prediction_names() -> list[str]:
+    """Return the tensors of the layers that predict further tokens, all dense."""
+    names = ["enorm", "hnorm", "eh_proj", "input_layernorm", "pre_mlp_layernorm"]
+    names += ["final_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo")]
+    names += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    ends = [f"{name}.weight" for name in names] + ["self_attn.attention_sink_bias"]
+    return [f"model.mtp.layers.{{layer}}.{end}" for end in ends]
 
 
 def _sink_rules(attention: str) -> list[Rule]:
