@@ -131,7 +131,7 @@ def answers_of_recurrent(folder_of: Folders, run_vllm: Run) -> Answers:
     """Return what one process answered for families whose layers keep states, eight at once."""
     requests = {
         name + form: _request(folder_of(name), options, max_num_seqs=8, **settings)
-        | {"prompts": asked(folder_of(name), *FEW)[0]}
+        | {"prompts": asked(folder_of(name), *FEW)[0], "counts": True}
         for name in RECURRENT
         for form, options, settings in (
             ("", PLAIN, {}),
@@ -150,7 +150,9 @@ def test_tokens_of_recurrent_families_equal_our_own(
     name: str, form: str, answers_of_recurrent: Answers, folder_of: Folders
 ) -> None:
     _, expected = asked(folder_of(name), *FEW)
-    assert answers_of_recurrent[name + form] == {"tokens": [expected, expected]}
+    answer = answers_of_recurrent[name + form]
+    assert answer["tokens"] == [expected, expected]
+    assert (answer["cached"] > 0) == (form == BEGUN)
 
 
 def _cases() -> list[Any]:
