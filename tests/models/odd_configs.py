@@ -34,11 +34,11 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open", "hy_v3"),
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
-        *("flex_olmo", "afmoe", "mistral4"),
+        *("flex_olmo", "afmoe", "mistral4", "gemma4_text"),
     )
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk", "top_k_experts")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -96,6 +96,11 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "hunyuan_v1_moe": ("no-head-dim",),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
+    # With a rotary section for each kind of layer, and the activation under another key.
+    "gemma4_text": (
+        *("no-head-dim", "gelu", "gelu-tanh", "relu", "theta", "linear", "dynamic", "llama3"),
+        *("yarn", "yarn-of-the-context", "yarn-mscales"),
+    ),
     "mistral4": (
         *("one-expert", "one-kv-head", "few-words", "theta", "linear", "dynamic", "llama3"),
         *("yarn", "yarn-of-the-context", "yarn-mscales"),

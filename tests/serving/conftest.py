@@ -59,6 +59,7 @@ OTHERS = (
     "mistral4",
     "minimax_m3_vl_text",
     "longcat_flash",
+    "gemma4_text",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
