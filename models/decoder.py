@@ -99,6 +99,11 @@ class DecoderConfig:
         """How much of each head is rotated."""
         return int(self.head_dim * self.rope.part)
 
+    @property
+    def kv_head_counts(self) -> set[int]:
+        """How many key/value heads layers have; one number, for most."""
+        return {self.num_key_value_heads}
+
     def make_norm(self, size: int, dtype: torch.dtype) -> Norm:
         """Return the norm of the architecture for rows of `size` numbers."""
         return RMSNorm(size, self.rms_norm_eps, dtype)

@@ -46,7 +46,7 @@ class Family:
         variant: storage form that transformers writes, None where the map knows one only.
         spellings: keys of COMMON that the family calls otherwise.
         is_saved_alike: transformers writes, and needs, what the map says; not so for LongCat, whose
-            identities it gives first matrices.
+            identities it gives first matrices, and for Gemma 4, whose scales are folded.
     """
 
     model_type: str
@@ -738,6 +738,45 @@ FAMILIES |= {
         },
     ),
 }
+GEMMA4: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+}
+FAMILIES |= {
+    "gemma4_text": Family("gemma4_text", GEMMA4, variant=None, is_saved_alike=False),
+    "gemma4_text-values-untied": Family(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": False,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "global_head_dim": 16,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e5,
+                    "partial_rotary_factor": 0.6,
+                    "factor": 3.0,
+                },
+            },
+        },
+        variant=None,
+        is_saved_alike=False,
+    ),
+}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
@@ -790,6 +829,8 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
         for name, tensor in _tensors(model):
             if name.endswith(BIASES):
                 tensor.data = torch.randn(tensor.shape) * 0.2
+            elif name.endswith("layer_scalar"):
+                tensor.data.fill_(0.7)
             elif name in exact:
                 tensor.data = exact[name]
     model.save_pretrained(folder)

@@ -354,6 +354,47 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "mimo-scores": ("mimo_v2_flash", {"scoring_func": "softmax"}, "scoring_func='softmax': must"),
     "mistral4-scores": ("mistral4", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': must be"),
+    "gemma4-dense": (
+        "gemma4_text",
+        {"enable_moe_block": False},
+        "enable_moe_block=False: this Gemma",
+    ),
+    "gemma4-per-layer": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8},
+        "hidden_size_per_layer_input=8, num_kv_shared_layers=0: must be 0",
+    ),
+    "gemma4-shared": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers=1: must be",
+    ),
+    "gemma4-both-ways": (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention: must be null or 'vision'",
+    ),
+    "gemma4-heads": (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 8}}},
+        "must give all layers of full_attention the same",
+    ),
+    "gemma4-cap": ("gemma4_text", {"final_logit_softcapping": 0.0}, "softcapping=0.0: must be pos"),
+    "gemma4-part": (
+        "gemma4_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
+            }
+        },
+        r"full_attention\.partial_rotary_factor=0\.5: must be 1",
+    ),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -387,7 +428,7 @@ def read(name: str, changes: dict[str, Any]) -> Any:
         values = {"rms_norm_eps": 1e-6, **values}
     if name == "deepseek_v3":
         values = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, **values}
-    if "rope_parameters" not in values and name != "laguna":
+    if "rope_parameters" not in values and name not in ("laguna", "gemma4_text"):
         values["rope_theta"] = 1e4
     if name.startswith("llama4"):
         values = {"use_qk_norm": True, **values, **changes}

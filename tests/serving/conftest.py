@@ -64,6 +64,7 @@ OTHERS = (
     "longcat_flash",
     "laguna",
     "mimo_v2_flash",
+    "gemma4_text",
 )
 # With layers that keep a state of each sequence.
 RECURRENT = ("qwen3_5_moe", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2_moe")
