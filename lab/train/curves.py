@@ -4,8 +4,8 @@
     python -m lab.train.curves --draw    # the picture again
 
 A way that --out already holds all steps of is not trained anew: a killed run goes on with the next
-one. Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
-save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
+one. Every run starts from the same weights and sees the same batches (`lab.train.train`): our model
+with save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
 """
 
 import json
