@@ -29,6 +29,7 @@ from neuron_moe.plan import Step
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
 from neuron_moe.weights import LocalRouting
+from neuron_moe.weights.packed import is_packing_available
 from nki_kernels.index import BlockDims, index_blocks
 from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.prefill import PrefillConfig
@@ -366,14 +367,20 @@ def test_what_kernels_cannot_do_is_refused() -> None:
         build("nki", GPT_OSS, {}, torch.float32)(hidden_1TH)
     with torch.no_grad(), pytest.raises(ValueError, match="block_size=48"):
         build("nki", SILU, {"block_size": 48}, torch.bfloat16)(hidden_1TH.bfloat16())
+    wants_gradient = hidden_1TH.bfloat16().requires_grad_()
+    with pytest.raises(ValueError, match="has no gradient"):
+        build("nki", SILU, {}, torch.bfloat16)(wants_gradient)
+
+
+@pytest.mark.skipif(
+    not is_packing_available(torch.bfloat16), reason="this processor packs no bfloat16"
+)
+def test_weights_that_torch_packed_are_refused() -> None:
     packed = build("torch", SILU, {}, torch.bfloat16)
     packed.expert_mlps.pack_weights()
     packed.expert_mlps.backend = NkiBackend()
     with torch.no_grad(), pytest.raises(ValueError, match="packed weights"):
-        packed(hidden_1TH.bfloat16())
-    wants_gradient = hidden_1TH.bfloat16().requires_grad_()
-    with pytest.raises(ValueError, match="has no gradient"):
-        build("nki", SILU, {}, torch.bfloat16)(wants_gradient)
+        packed(torch.randn(1, T, H).bfloat16())
 
 
 def test_more_experts_than_an_index_has_are_refused_before_a_launch() -> None:
