@@ -141,6 +141,8 @@ def _simulate(args: argparse.Namespace, options: SimOptions) -> Any:
 def _run(args: argparse.Namespace) -> int:
     run = _simulate(args, SimOptions())
     outputs = _arrays(run.outputs)
+    if not outputs:
+        sys.stdout.write("The kernel returned nothing. return TENSOR gives a result.\n")
     for name, value in outputs.items():
         shown = np.array2string(value, threshold=16, precision=5)
         sys.stdout.write(f"{name} {list(value.shape)} {value.dtype}\n{shown}\n")

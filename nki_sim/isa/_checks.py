@@ -29,7 +29,12 @@ def check_memory(operand: str, value: NkiTensor, spaces: tuple[int, ...]) -> Non
     """The tensor is in one of the memories."""
     if value._alloc.space not in spaces:
         allowed = " or ".join(tr.SPACE_NAMES[space].upper() for space in spaces)
-        raise IllegalOperand(operand, f"a tensor in {allowed}", value.buffer.name)
+        raise IllegalOperand(operand, f"a tensor in {allowed}", value.buffer.name, _way_from(value))
+
+
+def _way_from(value: NkiTensor) -> str:
+    """Return how a tensor gets out of its memory."""
+    return "nisa.dma_copy moves between HBM and SBUF" if value._alloc.space == tr.HBM else ""
 
 
 def check_partitions(operand: str, value: NkiTensor) -> None:
@@ -57,7 +62,9 @@ def check_on_chip(*operands: tuple[str, NkiTensor], free_dims: int = _MAX_FREE_D
         if geometry.engines_reach and free_dims == _MAX_FREE_DIMS and not (address and address[0]):
             continue
         if value._alloc.space == tr.HBM:
-            raise IllegalOperand(name, "a tensor in SBUF or PSUM", value.buffer.name)
+            raise IllegalOperand(
+                name, "a tensor in SBUF or PSUM", value.buffer.name, _way_from(value)
+            )
         check_partitions(name, value)
         if geometry.free_dims > free_dims:
             raise IllegalOperand(
@@ -73,10 +80,11 @@ def check_same_partitions(first: tuple[str, NkiTensor], *others: tuple[str, NkiT
     """All operands have as many partitions as the first one."""
     expected = first[1].geometry.partitions
     for name, value in others:
-        if value.geometry.partitions != expected:
-            raise IllegalOperand(
-                name, f"{expected} partitions like {first[0]}", str(value.geometry.partitions)
-            )
+        count = value.geometry.partitions
+        if count != expected:
+            repeats = f"A DMA repeats a row of HBM: row.ap([[0, {expected}], [1, columns]])"
+            hint = repeats if count == 1 else ""
+            raise IllegalOperand(name, f"{expected} partitions like {first[0]}", str(count), hint)
 
 
 def check_same_elements(first: tuple[str, NkiTensor], *others: tuple[str, NkiTensor]) -> None:

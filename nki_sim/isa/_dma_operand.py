@@ -129,52 +129,49 @@ class Access:
         memory = tr.MemoryRange(sid, 0, 1, first, last, run, dims, starts.tobytes())
         return (trace.range_id(memory),)
 
-    def _rows_of(self, flat: Any, unit: int, valid: Any) -> tuple[Any, Any]:
-        """Return a strided grid over flat storage and the row numbers to index it with.
-
-        `unit` is how many entries of `flat` one element takes.
+    def _rows(self, valid: Any) -> tuple[Any, int, tuple[int, ...], int]:
+        """Return the (valid) rows as numbers in an even grid of rows: these, where the grid begins,
+        its shape and the elements from one row to the next. No rows have an empty shape.
         """
         starts = self.starts if valid is None else self.starts[valid]
         if not len(starts):
-            return None, starts
+            return starts, 0, (), 1
         base = int(starts.min())
         steps = starts - base
         step = int(np.gcd.reduce(steps)) or 1
-        shape: tuple[int, ...] = (int(steps.max()) // step + 1, *self.inner_shape)
-        strides = [step, *self.inner_strides]
-        entry = flat.dtype.itemsize
-        grid = np.ndarray(
-            shape, flat.dtype, flat, base * unit * entry, [s * unit * entry for s in strides]
-        )
-        return grid, steps // step
+        return steps // step, base, (int(steps.max()) // step + 1, *self.inner_shape), step
+
+    def _grid(self, valid: Any) -> tuple[Any, Any]:
+        """Return a strided grid over the storage and the row numbers to index it with."""
+        ids, base, shape, step = self._rows(valid)
+        if not shape:
+            return None, ids
+        flat = self.tensor._alloc.data.view(self.tensor.dtype.numpy)
+        item = flat.dtype.itemsize
+        strides = [s * item for s in (step, *self.inner_strides)]
+        return np.ndarray(shape, flat.dtype, flat, base * item, strides), ids
 
     def read_rows(self, valid: Any) -> Array:
         """Return the (valid) rows as [rows, elements] in the element type."""
-        flat = self.tensor._alloc.data.view(self.tensor.dtype.numpy)
-        grid, ids = self._rows_of(flat, 1, valid)
+        grid, ids = self._grid(valid)
         if grid is None:
             return np.zeros((0, int(np.prod(self.inner_shape))), self.tensor.dtype.numpy)
         return np.asarray(grid[ids].reshape(len(ids), -1))
 
     def write_rows(self, values: Array, valid: Any) -> None:
         """Write the (valid) rows in order; of equal rows the last one stays."""
-        flat = self.tensor._alloc.data.view(self.tensor.dtype.numpy)
-        grid, ids = self._rows_of(flat, 1, valid)
+        grid, ids = self._grid(valid)
         if grid is not None:
             grid[ids] = values.reshape(len(ids), *self.inner_shape)
 
     def mask_rows(self, coverage: Coverage, valid: Any) -> tuple[Any, Any]:
         """Return the mask grid of a coverage and the row numbers to index it with."""
+        ids, base, shape, step = self._rows(valid)
+        if not shape:
+            return None, ids
         item = self.tensor.dtype.itemsize
-        starts = self.starts if valid is None else self.starts[valid]
-        if not len(starts):
-            return None, starts
-        base = int(starts.min())
-        steps = starts - base
-        step = int(np.gcd.reduce(steps)) or 1
-        shape = (int(steps.max()) // step + 1, *self.inner_shape)
-        strides = (step * item, *[s * item for s in self.inner_strides])
-        return coverage.mask_of(Walk(base * item, shape, strides, item)), steps // step
+        strides = tuple([s * item for s in (step, *self.inner_strides)])
+        return coverage.mask_of(Walk(base * item, shape, strides, item)), ids
 
 
 def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:

@@ -81,7 +81,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
             try:
                 result = body(core, *args, **kwargs)
             except TypeError:
-                _refuse_old_call(name, public, args, kwargs)
+                _refuse_call(name, public, args, kwargs)
                 raise
             if watcher is not None:
                 watcher.issued(core, name, defaults, given, result)
@@ -96,11 +96,13 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
     return issue
 
 
-def _refuse_old_call(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
-    """Refuse a call that older dialects allowed: with parameters of theirs, or without `dst`.
+def _refuse_call(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    """Refuse a call that older dialects allowed, with parameters of theirs or without `dst`, and
+    one with wrong arguments.
 
     Raises:
-        OldDialectError: it is one.
+        OldDialectError: it is one of theirs.
+        TypeError: some argument is missing, or there is no such parameter.
     """
     for key in kwargs:
         if key in OLD_PARAMETERS and key not in signature.parameters:
@@ -108,6 +110,11 @@ def _refuse_old_call(name: str, signature: inspect.Signature, args: Any, kwargs:
     if not args and "dst" in signature.parameters and "dst" not in kwargs:
         old = NO_DST._replace(instead=NO_DST.instead.format(name=name))
         refuse_old(f"nisa.{name} without dst", old)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        text = f"nisa.{name}: {error}. It takes {', '.join(signature.parameters)}"
+        raise TypeError(text) from None
 
 
 def _static(value: Any) -> Any:

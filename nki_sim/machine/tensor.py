@@ -371,7 +371,7 @@ def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, i
         raise OutOfBounds(
             tensor.label(),
             f"0 <= start <= end <= {size} on axis {axis} (shape {list(tensor.shape)})",
-            f"[{item.start}:{item.stop}:{item.step}]",
+            f"[{item.start}:{item.stop}{'' if item.step is None else f':{item.step}'}]",
         )
     return start, -(-(stop - start) // step), step
 

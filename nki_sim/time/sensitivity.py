@@ -144,10 +144,6 @@ class Sensitivity:
         first, second = self.placed_otherwise_ns
         return (first < second) == (self.a_ns < self.b_ns)
 
-    def fragile(self) -> tuple[Variation, ...]:
-        """Return the changes that turn the outcome around."""
-        return tuple(variation for variation in self.variations if not variation.survives)
-
     def table(self) -> str:
         """Return the report as text, the most influential coefficients first."""
         base = self.b_ns / self.a_ns

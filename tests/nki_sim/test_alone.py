@@ -39,6 +39,12 @@ def careless(x):
     if tile[0, 0]:
         nisa.dma_copy(tile, x)
     return x
+
+
+@nki.jit
+def silent(x):
+    tile = nl.ndarray(x.shape, x.dtype)
+    nisa.dma_copy(tile, x)
 """
 
 
@@ -90,6 +96,13 @@ def test_run_prints_and_keeps_what_a_kernel_returns(
     assert main(["run", *words]) == 0
     assert "output [2, 3] float32\n[[ 0.  3.  6.]" in capsys.readouterr().out
     assert np.array_equal(np.load(saved)["output"], 3 * np.arange(6).reshape(2, 3))
+
+
+def test_run_says_that_a_kernel_returned_nothing(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", f"{file}:silent", "4x4:float32"]) == 0
+    assert capsys.readouterr().out.startswith("The kernel returned nothing.")
 
 
 def test_run_tells_of_findings(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_a_wrong_call_of_today_stays_a_type_error() -> None:
         lambda x: isa.tensor_copy(x, x, speed=1),  # type: ignore[call-arg]
         lambda x: tensor_part(x, mask=1),  # type: ignore[call-arg]
     ):
-        with pytest.raises(TypeError, match=r"tensor_(copy|part)\(\)"):
+        with pytest.raises(TypeError, match=r"tensor_copy: .* It takes dst, src|tensor_part\(\)"):
             nki_sim.run(call, X)
 
 

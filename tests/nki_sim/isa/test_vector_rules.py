@@ -58,7 +58,7 @@ def in_range(dst: Any, x: Any, lo: Any, hi: Any, **options: Any) -> None:
 
 BOUNDS = {"lo": COLUMN, "hi": COLUMN}
 REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
-    "tt-hbm": (add, BINARY | {"x": Tile(X, space="hbm")}, "data1: expected a tensor in SBUF or"),
+    "tt-hbm": (add, BINARY | {"x": Tile(X, space="hbm")}, r"data1: expected .*\.dma_copy moves"),
     "tt-both-psum": (
         add,
         BINARY | {"x": Tile(X, space="psum"), "y": Tile(Y, space="psum")},
@@ -66,6 +66,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     ),
     "tt-elements": (add, BINARY | {"y": BAD_SHAPE}, "data2: expected 20 elements .* found 10"),
     "tt-partitions": (add, BINARY | {"y": BAD_ROWS}, "data2: expected 48 partitions .* found 40"),
+    "tt-row": (add, BINARY | {"y": Tile(Y[:1])}, r"found 1\. .* row\.ap\(\[\[0, 48\], \[1, col"),
     "tt-start": (add, BINARY | {"y": Tile(Y, start=32)}, "data2: expected a start partition"),
     "tt-unary-op": (
         lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.exp),

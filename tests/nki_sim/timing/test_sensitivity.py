@@ -44,7 +44,6 @@ def test_a_clear_difference_survives(make_builder: Make) -> None:
     report = compare(on_vector(make_builder, 1), on_gpsimd(make_builder, 10), ("vector", "gpsimd"))
     assert report.faster == "vector"
     assert report.survives
-    assert report.fragile() == ()
     assert {one.field for one in report.variations} == {"gpsimd_nonzero_cycles_per_element"}
     assert "vector is faster: survives every change" in report.table()
 
@@ -55,9 +54,8 @@ def test_a_difference_that_rests_on_a_guess_is_found_out(make_builder: Make) -> 
     report = compare(vector, gpsimd, ("vector", "gpsimd"))
     assert report.faster == "vector"
     assert not report.survives
-    assert [(one.field, one.factor) for one in report.fragile()] == [
-        ("gpsimd_nonzero_cycles_per_element", 0.5)
-    ]
+    turns = [(one.field, one.factor) for one in report.variations if not one.survives]
+    assert turns == [("gpsimd_nonzero_cycles_per_element", 0.5)]
     assert "depends on an assumed coefficient" in report.table()
     assert "turns" in report.table()
 
