@@ -34,6 +34,7 @@ from tests.serving.conftest import Folders, own_tokens
 from tests.serving.stand_in_runner import Runner, native_class
 
 PROMPTS = [list(range(3, 8)), list(range(10, 63)), list(range(40, 70))]
+WAIT_S = 1800.0  # for ranks that capture graphs beside other work
 SERVED = ("gpt_oss_120b", "llama4_maverick", "qwen3_235b_a22b", "qwen3_5_397b_a17b")
 # Nothing divides by four ranks: 3 query heads for each of 2 key/value heads, odd widths and rows.
 ODD = {
@@ -86,7 +87,7 @@ def _serve(folder: Path, size: int, ep_degree: int, captures: bool = False) -> l
                 runner.warm_up()
             return runner.generate(PROMPTS, 6), runner.codes
 
-    return values_of(start_ranks(size, serve, timeout_s=400))
+    return values_of(start_ranks(size, serve, timeout_s=WAIT_S))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_graphs_with_kernels_alone_give_the_tokens_of_generate(
             runner = Runner(folder, torch.bfloat16, options=options, captures=True, trims=True)
             return runner.generate(prompts, 3), runner.codes, runner.operators
 
-    served = values_of(start_ranks(size, serve, timeout_s=400))
+    served = values_of(start_ranks(size, serve, timeout_s=WAIT_S))
     assert [tokens for tokens, *_ in served] == [expected] * size
     _, codes, found = served[0]
     assert len(codes) == 2  # of prefill and of decode
