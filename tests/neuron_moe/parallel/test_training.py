@@ -5,6 +5,7 @@ Everything in float64, so that nothing but another order of sums may differ.
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def distance(mine: Tensor, wanted: Tensor) -> float:
     return float((mine - wanted).abs().max()) / (scale or 1.0) if wanted.numel() else 0.0
 
 
-def compare_gradients(case: Case, rank: int, is_compiled: bool = False) -> list[str]:
+def compare_gradients(case: Case, rank: int, *, is_compiled: bool = False) -> list[str]:
     dtype, exact = (torch.float64, EXACT) if case.backend == "torch" else (torch.float32, 1e-5)
     whole, hidden, mask, target = build_whole(replace(case, backend="torch"))
     hidden.requires_grad_()
@@ -114,17 +115,20 @@ def test_gradients_of_every_layout_are_those_of_one_process(
     assert [problem for problems in run_ranks(4, run) for problem in problems] == []
 
 
-def test_gradients_of_a_compiled_layer_are_those_of_one_process(run_ranks: Any) -> None:
-    cases = [
-        Case(tp=2, ep=2, router="gpt-oss", masked=True),
-        Case(tp=1, ep=4, sp=True, router="mixtral", shared="sp"),
-        Case(tp=2, ep=2, dp=2, batch=4, router="glm", shared="world"),
-    ]
-
-    def run(rank: int) -> list[str]:
-        return list(itertools.chain(*(compare_gradients(each, rank, True) for each in cases)))
-
-    assert [problem for problems in run_ranks(4, run) for problem in problems] == []
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=mark)
+        for case, mark in (
+            (Case(tp=2, ep=2, dp=2, batch=4, router="glm", shared="world"), pytest.mark.long),
+            (Case(tp=2, ep=2, router="gpt-oss", masked=True), pytest.mark.slow),
+            (Case(tp=1, ep=4, sp=True, router="mixtral", shared="sp"), pytest.mark.slow),
+        )
+    ],
+)
+def test_gradients_of_a_compiled_layer_are_those_of_one_process(run_ranks: Any, case: Case) -> None:
+    found = run_ranks(4, partial(compare_gradients, case, is_compiled=True))
+    assert [problem for problems in found for problem in problems] == []
 
 
 def test_gradients_of_unequal_columns_are_those_of_one_process(run_ranks: Any) -> None:
