@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
@@ -21,6 +23,7 @@ from neuron_moe.train.gradients import clip_gradients, sum_shared_gradients
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 from tests.neuron_moe.parallel.test_layouts import (
     Case,
+    H,
     build_layer,
     part_of_rank,
     reference,
@@ -134,6 +137,26 @@ def test_gradients_of_a_compiled_layer_are_those_of_one_process(run_ranks: Any, 
 def test_gradients_of_unequal_columns_are_those_of_one_process(run_ranks: Any) -> None:
     case = Case(tp=3, ep=1, router="gpt-oss", shared="fused")
     assert run_ranks(3, lambda rank: compare_gradients(case, rank)) == [[], [], []]
+
+
+def test_ranks_skip_a_step_together_with_a_scaler_of_all(run_ranks: Any) -> None:
+    def scales(rank: int) -> list[float]:
+        case = Case(tp=1, ep=2)
+        parallel_state.initialize_model_parallel(config=case.config, watch=False)
+        layer = build_layer(case)
+        before = layer.router.linear_router.weight.detach().clone()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+        scaler.scale(layer(torch.ones(1, 4, H))[0].sum()).backward()
+        if rank == 1:  # an expert of this rank overflows
+            layer.expert_mlps.mlp_op.down_proj.weight.grad[0, 0, 0] = torch.inf
+        sum_shared_gradients(layer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = float((layer.router.linear_router.weight - before).abs().max())
+        return [moved, scaler.get_scale()]
+
+    assert run_ranks(2, scales) == [[0.0, 4.0]] * 2
 
 
 def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
