@@ -148,8 +148,10 @@ def test_ranks_skip_a_step_together_with_a_scaler_of_all(run_ranks: Any) -> None
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
         scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
         scaler.scale(layer(torch.ones(1, 4, H))[0].sum()).backward()
+        gradient = layer.expert_mlps.mlp_op.down_proj.weight.grad
+        assert gradient is not None
         if rank == 1:  # an expert of this rank overflows
-            layer.expert_mlps.mlp_op.down_proj.weight.grad[0, 0, 0] = torch.inf
+            gradient[0, 0, 0] = torch.inf
         sum_shared_gradients(layer)
         scaler.step(optimizer)
         scaler.update()
