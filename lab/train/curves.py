@@ -3,9 +3,9 @@
     python -m lab.train.curves           # writes docs/results/train_curves.json and a picture
     python -m lab.train.curves --draw    # the picture again
 
-A way that --out already holds all steps of is not trained anew: a killed run goes on with the next
-one. Every run starts from the same weights and sees the same batches (`lab.train.train`): our model
-with save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
+Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
+save_percent 0 and 100, transformers' with its own experts, and with ours in their place. A way of
+which --out holds all steps is not trained again.
 """
 
 import json

@@ -151,14 +151,18 @@ def test_losses_in_float64_are_those_of_the_peer_over_ranks_too(run_ranks: Any, 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PEERS)
-def test_rounded_losses_are_as_near_to_exact_ones_as_the_peers(
+def test_rounded_losses_are_within_the_spread_of_the_peer_and_as_exact(
     name: str, dtype: torch.dtype
 ) -> None:
-    """But for the spread of the peer over five orders of the same tokens.
+    """Each order of ours is as near to the mean of the peer's five orders as the two of these that
+    are farthest apart are to each other; and the median order has no larger error than the peer's,
+    but for the median of these distances.
 
-    To the peer itself it is not as near: an order moves no token's forward pass, so all orders of a
-    peer round it alike. Errors over all steps, of the median order: a near tie of a router that one
-    order chooses otherwise must not widen what is allowed.
+    Distances and errors are root mean squares over all steps. torchtitan in bfloat16 [measured on a
+    CPU]: ours 0.0092 to 0.0096 from its mean, errors 0.0060 to 0.0066; its orders up to 0.040
+    apart, errors 0.0065 to 0.0074 and 0.040, for in one a router's near tie falls otherwise. The
+    other four are within 0.003 of each other, which is not within our reach: an order moves no
+    token's forward pass, so all round it alike, and torchtitan rounds activations once more.
     """
     need(name)
     exact = train(pair(name, torch.float64)[1], torch.float64)
@@ -166,10 +170,14 @@ def test_rounded_losses_are_as_near_to_exact_ones_as_the_peers(
     for order in range(ORDERS):
         for found, layer in zip((theirs, mine), pair(name, dtype), strict=True):
             found.append(train(layer, dtype, order) - exact)
-    errors, ours = (torch.stack(each).square().mean(1).sqrt() for each in (theirs, mine))
-    apart = torch.stack([one - other for one, other in combinations(theirs, 2)])
-    spread = apart.square().mean(1).sqrt().median()
-    assert float(ours.median()) <= float(errors.median() + spread)
+
+    def sizes(curves: list[Tensor]) -> Tensor:
+        return torch.stack(curves).square().mean(1).sqrt()
+
+    mean = torch.stack(theirs).mean(0)
+    apart = sizes([one - other for one, other in combinations(theirs, 2)])
+    assert float(sizes([each - mean for each in mine]).max()) <= float(apart.max())
+    assert float(sizes(mine).median()) <= float(sizes(theirs).median() + apart.median())
 
 
 @pytest.mark.long

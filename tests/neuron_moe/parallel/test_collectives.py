@@ -6,6 +6,7 @@ import types
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -134,6 +135,7 @@ def test_a_gradient_through_a_bare_method_raises_instead_of_being_wrong(run_rank
         assert "through a method of Collectives" in message
 
 
+@pytest.mark.long
 def test_gradients_in_a_compiled_graph_are_those_outside(run_ranks: Any) -> None:
     def work(group: Collectives, x: Tensor) -> Tensor:
         x = enter_common(group, x)

@@ -5,11 +5,14 @@ Everything in float64, so that nothing but another order of sums may differ.
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
@@ -20,6 +23,7 @@ from neuron_moe.train.gradients import clip_gradients, sum_shared_gradients
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 from tests.neuron_moe.parallel.test_layouts import (
     Case,
+    H,
     build_layer,
     part_of_rank,
     reference,
@@ -66,7 +70,7 @@ def distance(mine: Tensor, wanted: Tensor) -> float:
     return float((mine - wanted).abs().max()) / (scale or 1.0) if wanted.numel() else 0.0
 
 
-def compare_gradients(case: Case, rank: int, is_compiled: bool = False) -> list[str]:
+def compare_gradients(case: Case, rank: int, *, is_compiled: bool = False) -> list[str]:
     dtype, exact = (torch.float64, EXACT) if case.backend == "torch" else (torch.float32, 1e-5)
     whole, hidden, mask, target = build_whole(replace(case, backend="torch"))
     hidden.requires_grad_()
@@ -114,22 +118,47 @@ def test_gradients_of_every_layout_are_those_of_one_process(
     assert [problem for problems in run_ranks(4, run) for problem in problems] == []
 
 
-def test_gradients_of_a_compiled_layer_are_those_of_one_process(run_ranks: Any) -> None:
-    cases = [
-        Case(tp=2, ep=2, router="gpt-oss", masked=True),
-        Case(tp=1, ep=4, sp=True, router="mixtral", shared="sp"),
-        Case(tp=2, ep=2, dp=2, batch=4, router="glm", shared="world"),
-    ]
-
-    def run(rank: int) -> list[str]:
-        return list(itertools.chain(*(compare_gradients(each, rank, True) for each in cases)))
-
-    assert [problem for problems in run_ranks(4, run) for problem in problems] == []
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=mark)
+        for case, mark in (
+            (Case(tp=2, ep=2, dp=2, batch=4, router="glm", shared="world"), pytest.mark.long),
+            (Case(tp=2, ep=2, router="gpt-oss", masked=True), pytest.mark.slow),
+            (Case(tp=1, ep=4, sp=True, router="mixtral", shared="sp"), pytest.mark.slow),
+        )
+    ],
+)
+def test_gradients_of_a_compiled_layer_are_those_of_one_process(run_ranks: Any, case: Case) -> None:
+    found = run_ranks(4, partial(compare_gradients, case, is_compiled=True))
+    assert [problem for problems in found for problem in problems] == []
 
 
 def test_gradients_of_unequal_columns_are_those_of_one_process(run_ranks: Any) -> None:
     case = Case(tp=3, ep=1, router="gpt-oss", shared="fused")
     assert run_ranks(3, lambda rank: compare_gradients(case, rank)) == [[], [], []]
+
+
+def test_ranks_skip_a_step_together_with_a_scaler_of_all(run_ranks: Any) -> None:
+    def scales(rank: int) -> list[float]:
+        case = Case(tp=1, ep=2)
+        parallel_state.initialize_model_parallel(config=case.config, watch=False)
+        layer = build_layer(case)
+        before = layer.router.linear_router.weight.detach().clone()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+        scaler.scale(layer(torch.ones(1, 4, H))[0].sum()).backward()
+        gradient = layer.expert_mlps.mlp_op.down_proj.weight.grad
+        assert gradient is not None
+        if rank == 1:  # an expert of this rank overflows
+            gradient[0, 0, 0] = torch.inf
+        sum_shared_gradients(layer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = float((layer.router.linear_router.weight - before).abs().max())
+        return [moved, scaler.get_scale()]
+
+    assert run_ranks(2, scales) == [[0.0, 4.0]] * 2
 
 
 def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
