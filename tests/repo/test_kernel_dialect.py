@@ -17,7 +17,7 @@ import pytest
 
 import nki_sim
 from lab.check.kernels import NO_LIMITS, run_case
-from lab.check.precedent import case_params
+from lab.check.our_uses import case_params
 from lab.check.vendor_cases.case import Case
 from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
