@@ -73,7 +73,8 @@ class DenseSplit:
     Args:
         size: n.
         heads: Q of the whole model.
-        kv_heads: J of the whole model.
+        kv_heads: J of the whole model; the fewest where layers differ.
+        is_even: all layers have as many; else ranks cannot share a head.
         rank: this one.
         recurrent: sizes of recurrent layers, where there are any.
     """
@@ -82,6 +83,7 @@ class DenseSplit:
     heads: int
     kv_heads: int
     rank: int = 0
+    is_even: bool = True
     recurrent: "DeltaNetSizes | None" = None
 
     def __post_init__(self) -> None:
@@ -95,14 +97,15 @@ class DenseSplit:
             counts["linear_num_key_heads"] = self.recurrent.num_key_heads
 
         def fits(size: int, heads: int) -> bool:
-            return max(size, heads) % min(size, heads) == 0
+            return max(size, heads) % min(size, heads) == 0 and (self.is_even or size <= heads)
 
         for name, heads in counts.items():
             if not fits(self.size, heads):
                 sizes = [n for n in range(1, self.size) if all(fits(n, m) for m in counts.values())]
+                rule = ", or be a multiple of it" if self.is_even else " of every layer"
                 raise ValueError(
-                    f"tensor_parallel_size={self.size}: must divide {name}={heads}, or be a"
-                    f" multiple of it. Use {sizes[-1]}."
+                    f"tensor_parallel_size={self.size}: must divide {name}={heads}{rule}. Use"
+                    f" {sizes[-1]}."
                 )
 
     @property
@@ -238,9 +241,11 @@ def is_cut(name: str, whole: Set[str] = frozenset()) -> bool:
 
 
 def is_norm(name: str) -> bool:
-    """Say whether a parameter is of a norm."""
+    """Say whether a parameter is of a norm, or scales a whole layer."""
     parts = name.split(".")
-    return parts[-1] == "norm_weight" or any(part.endswith("norm") for part in parts[-2:-1])
+    return parts[-1] in ("norm_weight", "layer_scalar") or any(
+        part.endswith("norm") for part in parts[-2:-1]
+    )
 
 
 def _axis(name: str) -> int:

@@ -334,7 +334,12 @@ def _unread(method: str, section: Mapping[str, Any]) -> str:
 
 
 def read_text_section(
-    config: Mapping[str, Any], model_type: str, depth_key: str, ignored: Sequence[str]
+    config: Mapping[str, Any],
+    model_type: str,
+    depth_key: str,
+    ignored: Sequence[str],
+    *,
+    is_tied: bool = False,
 ) -> tuple[Mapping[str, Any], int | None]:
     """Return what config.json says of the text model, and the layers of the vision tower beside it.
 
@@ -343,6 +348,7 @@ def read_text_section(
         model_type: of a model with a vision tower.
         depth_key: how its section calls the number of layers.
         ignored: keys of the whole that change nothing for text.
+        is_tied: the head is the embedding where the whole does not say.
 
     Raises:
         ValueError: a missing, unknown or contradictory key.
@@ -351,7 +357,7 @@ def read_text_section(
     if reader.get_raw("model_type") != model_type:
         return config, None
     reader.ignore(*BOOKKEEPING_KEYS, *ignored)
-    is_tied = reader.get("tie_word_embeddings", bool, False)  # the whole model's word counts
+    is_tied = reader.get("tie_word_embeddings", bool, is_tied)  # the whole model's word counts
     reader.require_quantization()
     vision = ConfigReader(reader.get_section("vision_config"), "vision_config")
     text = reader.get_section("text_config")

@@ -20,6 +20,8 @@ from torch import Tensor
 from neuron_moe.models.hf_config import ConfigReader
 
 KINDS = ("default", "linear", "yarn", "llama3")
+# Of Gemma 4 alone, whose reader asks for it: what is rotated lies in both halves of a head.
+PROPORTIONAL = "proportional"
 # Stretches the embedding beyond max_position_embeddings alone, which no sequence here exceeds.
 _DYNAMIC = "dynamic"
 
@@ -30,8 +32,8 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: of KINDS; "linear" reads `factor`, "yarn" the fields below up to `mscale_all_dim`,
-            "llama3" the first two and the factors of frequency.
+        kind: of KINDS, or PROPORTIONAL; this and "linear" read `factor`, "yarn" the fields below up
+            to `mscale_all_dim`, "llama3" the first two and the factors of frequency.
         factor: by how much the context grew over `original_max_position_embeddings`.
         beta_fast: rotations over the original context above which a frequency is kept.
         beta_slow: rotations below which a frequency is divided by `factor`.
@@ -41,7 +43,8 @@ class RopeConfig:
         low_freq_factor: rotations over the original context below which a frequency is divided.
         high_freq_factor: rotations above which it is kept.
         is_interleaved: pairs are neighbours, (2i, 2i + 1), not (i, i + D / 2).
-        part: of each head that is rotated, from its front; the rest is left as it is.
+        part: of each head that is rotated, from its front, or of each half of it where the kind is
+            PROPORTIONAL; the rest is left as it is.
     """
 
     theta: float
@@ -60,11 +63,13 @@ class RopeConfig:
     part: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind)
+        if self.kind != PROPORTIONAL:
+            _check_kind(self.kind)
         if not 1 < self.theta < math.inf:
             raise ValueError(f"rope_theta={self.theta}: must be larger than 1. Correct it.")
         has_context = (
-            self.kind in ("default", "linear") or self.original_max_position_embeddings > 0
+            self.kind in ("default", "linear", PROPORTIONAL)
+            or self.original_max_position_embeddings > 0
         )
         if not 1 <= self.factor < math.inf or not has_context:
             raise ValueError(
@@ -210,6 +215,10 @@ def rope_frequencies(
     wavelength_d = config.theta**exponent_d
     if config.kind in ("default", "linear"):
         return 1.0 / wavelength_d / config.factor, 1.0
+    if config.kind == PROPORTIONAL:
+        rotated = int(config.part * head_size // 2)
+        is_rotated_d = torch.arange(head_size // 2, device=device) < rotated
+        return is_rotated_d / wavelength_d / config.factor, 1.0
     if config.kind == "llama3":
         return _llama3_frequencies(config, 1.0 / wavelength_d), 1.0
     low, high = _blend_range(config, head_size)

@@ -72,7 +72,7 @@ class Spread:
     def check(self, config: Any, model: nn.Module) -> None:
         """Raise ValueError where an axis does not divide."""
         if self.dense_tp is None:
-            self._check_heads(config.num_attention_heads, _kv_heads(model))
+            self._check_heads(config, _kv_heads(model))
         for experts in (m for m in model.modules() if isinstance(m, RoutedExperts)):
             inner, count = experts.spec.intermediate_size, experts.spec.num_experts
             if inner % self.tp:
@@ -83,9 +83,15 @@ class Spread:
             if count % self.ep:
                 raise ValueError(f"ep={self.ep}: must divide num_experts={count}. Lower it.")
 
-    def _check_heads(self, heads: int, kv_heads: int) -> None:
+    def _check_heads(self, config: Any, kv_heads: int) -> None:
+        heads, counts = config.num_attention_heads, config.kv_head_counts
         if heads % self.tp:
             raise ValueError(f"tp={self.tp}: must divide num_attention_heads={heads}. Lower it.")
+        if len(counts) > 1 and min(counts) % self.tp:
+            raise ValueError(
+                f"tp={self.tp}: must divide num_key_value_heads={min(counts)} of every layer."
+                " Lower it."
+            )
         if max(kv_heads, self.tp) % min(kv_heads, self.tp):
             raise ValueError(
                 f"tp={self.tp}: must divide num_key_value_heads={kv_heads}, or be a multiple of it."
@@ -116,7 +122,7 @@ def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str
 
     Args:
         model: may be on the meta device; other parameters count in the dtype they have there.
-        config: with `num_attention_heads`.
+        config: with `num_attention_heads` and `kv_head_counts`.
         spread: how many ranks.
         expert_format: of the routed expert matrices, one of EXPERT_FORMATS.
 
@@ -139,15 +145,17 @@ class DenseRule:
 
     Args:
         model: may be on the meta device.
-        config: with `num_attention_heads`.
+        config: with `num_attention_heads` and `kv_head_counts`.
         spread: how many ranks.
     """
 
     def __init__(self, model: nn.Module, config: Any, spread: Spread) -> None:
+        is_even = len(config.kv_head_counts) == 1
         self._split = DenseSplit(
             size=spread.dense,
             heads=config.num_attention_heads,
-            kv_heads=_kv_heads(model),
+            kv_heads=_kv_heads(model) if is_even else min(config.kv_head_counts),
+            is_even=is_even,
             recurrent=getattr(config, "linear_attention", None),
         )
         self._whole = {

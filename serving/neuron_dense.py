@@ -6,6 +6,8 @@ word between ranks; what comes out of them is summed once. Nothing in a graph de
 Letters: n ranks, H hidden, V vocabulary, D head size.
 """
 
+from math import ceil
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -137,7 +139,8 @@ def cut_dense(model: DecoderModel, group: Collectives) -> dict[str, Part]:
         size=group.size,
         rank=group.rank,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=min(config.kv_head_counts),
+        is_even=len(config.kv_head_counts) == 1,
         recurrent=getattr(config, "linear_attention", None),
     )
     split.check()
@@ -193,7 +196,7 @@ def _cut_parameters(model: DecoderModel, split: DenseSplit) -> dict[str, Part]:
 
 def _settle_attention(attention: GroupedAttention, split: DenseSplit, group: Collectives) -> None:
     """Let an attention know that it has some of the heads."""
-    own = len(split.own_kv_heads)
+    own = ceil(attention.cache_shape[0][0] / split.size)
     attention.cache_shape = tuple((own, size) for _, size in attention.cache_shape)
     if attention.norms == "jointly":
         for name, heads in (("q_norm", split.heads), ("k_norm", own * split.size)):

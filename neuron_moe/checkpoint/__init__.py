@@ -26,6 +26,7 @@ from neuron_moe.checkpoint.transforms import (
     identity,
     mxfp4,
     only_row,
+    scale_along,
     split_rows,
     transpose,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "read_matched",
     "read_parameters",
     "save_checkpoint",
+    "scale_along",
     "split_rows",
     "stream_parameters",
     "transpose",

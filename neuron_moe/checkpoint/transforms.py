@@ -335,6 +335,58 @@ def split_rows(num_parts: int) -> Transform:
     return SplitRows(num_parts)
 
 
+class ScaleAlong(Transform):
+    """Multiply a tensor along one axis with a vector that is published beside it, in float32.
+
+    The way back gives an equal tensor and a vector of ones.
+
+    Args:
+        axis: 0 or -1.
+        factor: of the whole, which is not published.
+
+    Example:
+        >>> scale_along(-1)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 10.0]))
+        tensor([[ 1., 20.],
+                [ 3., 40.]])
+    """
+
+    name = "scale_along"
+    num_sources = 2
+    keeps_first_axis = False
+
+    def __init__(self, axis: int, factor: float = 1.0) -> None:
+        self.axis, self.factor = axis, factor
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Read both where they meet."""
+        tensor, vector = sources
+        for source in sources:
+            _check_float(source)
+        if vector.shape != (tensor.shape[self.axis],):
+            raise ValueError(
+                f"{vector.name} {list(vector.shape)}: must be [{tensor.shape[self.axis]}], one for"
+                f" each index of axis {self.axis} of {tensor.name}. The file is damaged, or of"
+                " another model."
+            )
+
+        def read(selection: Selection) -> Tensor:
+            scale = vector.read((selection[self.axis],)).double() * self.factor
+            behind = (1,) * (len(selection) - 1 if self.axis == 0 else 0)
+            return tensor.read(selection).float() * scale.float().view(-1, *behind)
+
+        name = f"{tensor.name} x {vector.name}"
+        return LazyTensor(name, tensor.shape, torch.float32, read, tensor.is_transposed)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Leave the scale in the tensor."""
+        return tensor, tensor.new_full((tensor.shape[self.axis],), 1 / self.factor)
+
+
+def scale_along(axis: int, factor: float = 1.0) -> Transform:
+    """Return the transform that multiplies [.., N, ..] with [N] and a factor; see `ScaleAlong`."""
+    return ScaleAlong(axis, factor)
+
+
 class Chain(Transform):
     """Apply several transforms one after the other.
 

@@ -221,7 +221,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "glm4-all-dense": (
         "glm4_moe",
         {"first_k_dense_replace": 3},
-        "first_k_dense_replace=3, num_nextn_predict_layers=0: must not be negative, and the",
+        "first_k_dense_replace=3: must not be negative, and below num_hidden_layers=3",
     ),
     "glm4-groups": ("glm4_moe", {"topk_group": 2}, "topk_group=2: must not exceed n_group=1"),
     "glm4-uneven-groups": ("glm4_moe", {"n_group": 3}, "n_group=3: num_experts=8 must split"),
@@ -339,7 +339,62 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "granite-shared": ("granitemoe", {"shared_intermediate_size": 8}, "unknown key shared_interm"),
     "flex-limit": ("flex_olmo", {"clip_qkv": 1.0}, "unknown key clip_qkv=1.0"),
     "afmoe-scores": ("afmoe", {"score_func": "softmax"}, "score_func='softmax': must be 'sigmoid'"),
+    "lfm2-layers": ("lfm2_moe", {"layer_types": ["conv"]}, r"layer_types=\['conv'\]: must name"),
+    "laguna-cap": ("laguna", {"moe_router_logit_softcapping": 30.0}, "softcapping=30.0: must be 0"),
+    "laguna-gate": ("laguna", {"gating": "per-layer"}, "gating='per-layer': must be one of"),
+    "laguna-heads": (
+        "laguna",
+        {"num_attention_heads_per_layer": [4, 3, 4]},
+        r"num_attention_heads_per_layer=\[4, 3, 4\]: must name num_hidden_layers=3 layers, each a",
+    ),
+    "mimo-rope": (
+        "mimo_v2_flash",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters: sliding_attention is missing",
+    ),
+    "mimo-scores": ("mimo_v2_flash", {"scoring_func": "softmax"}, "scoring_func='softmax': must"),
     "mistral4-scores": ("mistral4", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': must be"),
+    "gemma4-dense": (
+        "gemma4_text",
+        {"enable_moe_block": False},
+        "enable_moe_block=False: this Gemma",
+    ),
+    "gemma4-per-layer": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8},
+        "hidden_size_per_layer_input=8, num_kv_shared_layers=0: must be 0",
+    ),
+    "gemma4-shared": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers=1: must be",
+    ),
+    "gemma4-both-ways": (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention: must be null or 'vision'",
+    ),
+    "gemma4-heads": (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 8}}},
+        "must give all layers of full_attention the same",
+    ),
+    "gemma4-cap": ("gemma4_text", {"final_logit_softcapping": 0.0}, "softcapping=0.0: must be pos"),
+    "gemma4-part": (
+        "gemma4_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
+            }
+        },
+        r"full_attention\.partial_rotary_factor=0\.5: must be 1",
+    ),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -373,7 +428,7 @@ def read(name: str, changes: dict[str, Any]) -> Any:
         values = {"rms_norm_eps": 1e-6, **values}
     if name == "deepseek_v3":
         values = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, **values}
-    if "rope_parameters" not in values:
+    if "rope_parameters" not in values and name not in ("laguna", "gemma4_text"):
         values["rope_theta"] = 1e4
     if name.startswith("llama4"):
         values = {"use_qk_norm": True, **values, **changes}
