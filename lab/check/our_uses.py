@@ -199,7 +199,7 @@ class UsesFile:
 
     def __init__(self, path: Path, tuning: Tuning, *, is_all: bool = False) -> None:
         self.path, self.tuning, self.is_all = path, tuning, is_all
-        folders = [Path(package.__file__).parent for package in (nki_kernels, nki_sim)]
+        folders = [Path(file).parent for file in (nki_kernels.__file__, nki_sim.__file__)]
         texts = [file.read_text() for f in folders for file in sorted(f.rglob("*.py"))]
         text = repr((tuning.features, is_all, texts))
         self.of = hashlib.sha256(text.encode()).hexdigest()[:16]
