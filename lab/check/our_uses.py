@@ -74,12 +74,6 @@ def our_runs(tuning: Tuning = _TUNING, *, is_quick: bool = False) -> Iterator[tu
     """Yield names of runs of our kernels with plans of a tuning, and what runs each: layers of all
     published models, cases of `chip check` and of the open matrix, experts of published tables.
     """
-    matrix = (
-        [] if is_quick else [*model_cases(list(LAYERS), _MACS), *decode_model_cases(list(LAYERS))]
-    )
-    for case in (*SMALL, *sample(matrix)):
-        asked = {**case_params(tuning), **case.params}
-        yield case.id, partial(_run_case, replace(case, params=asked))
     layers: Iterable[tuple[str, int, int, str, int]] = (
         (model, *split, *step) for split in _SPLITS for step in _STEPS for model in config_names()
     )
@@ -90,9 +84,7 @@ def our_runs(tuning: Tuning = _TUNING, *, is_quick: bool = False) -> Iterator[tu
             form = "one launch" if in_one else "stages"
             name = f"{model} TP{tp} EP{ep}, {phase} of {tokens}, {form}"
             yield name, partial(_run_layer, model, tp, ep, phase, tokens, in_one, tuning)
-    if is_quick:
-        return
-    for phase in _TOKENS:
+    for phase in () if is_quick else _TOKENS:
         for tokens, experts in itertools.product(_TOKENS[phase], MODELS):
             fp8 = "e5m2" if experts.name.startswith("gpt-oss") else "e4m3"
             formats = ("bf16", fp8) if phase == "decode" else ("bf16",)
@@ -100,6 +92,12 @@ def our_runs(tuning: Tuning = _TUNING, *, is_quick: bool = False) -> Iterator[tu
                 name = f"experts of {experts.name} TP{experts.tp}, {phase} of {tokens}, {weights}"
                 run = partial(_run_experts, experts, Step(phase, tokens), weights, layout, tuning)
                 yield f"{name} {layout}", run
+    matrix = (
+        [] if is_quick else [*model_cases(list(LAYERS), _MACS), *decode_model_cases(list(LAYERS))]
+    )
+    for case in (*SMALL, *sample(matrix)):
+        asked = {**case_params(tuning), **case.params}
+        yield case.id, partial(_run_case, replace(case, params=asked))
 
 
 def case_params(tuning: Tuning) -> dict[str, str]:
@@ -201,7 +199,7 @@ class UsesFile:
 
     def __init__(self, path: Path, tuning: Tuning, *, is_all: bool = False) -> None:
         self.path, self.tuning, self.is_all = path, tuning, is_all
-        folders = [Path(package.__file__).parent for package in (nki_kernels, nki_sim)]
+        folders = [Path(file).parent for file in (nki_kernels.__file__, nki_sim.__file__)]
         texts = [file.read_text() for f in folders for file in sorted(f.rglob("*.py"))]
         text = repr((tuning.features, is_all, texts))
         self.of = hashlib.sha256(text.encode()).hexdigest()[:16]

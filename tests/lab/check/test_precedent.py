@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.check import precedent
+from lab.check import our_uses, precedent
 from lab.check.case_file import read_cases
 from lab.check.kernels import NO_LIMITS, run_case
 from lab.check.vendor import run_case as run_vendor
@@ -24,7 +24,7 @@ def test_what_is_recorded_must_be_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_our_runs_are_of_every_kernel_and_phase() -> None:
-    names = [name for name, _ in precedent.our_runs()]
+    names = [name for name, _ in our_uses.our_runs()]
     assert len(names) == len(set(names)) > 20
     assert any("prefill" in name and "one launch" in name for name in names)
     assert "small/prefill-split-on-H" in names
@@ -39,7 +39,7 @@ SHARDS = tuple(
 
 @pytest.mark.parametrize("case", [*SMALL[3:], *SHARDS], ids=lambda case: case.id)
 def test_small_cases_are_right_with_precedents_alone(case: Case) -> None:
-    asked = {**case.params, **precedent.case_params(Tuning())}
+    asked = {**case.params, **our_uses.case_params(Tuning())}
     with recording() as recorder:
         found = run_case(replace(case, params=asked), NO_LIMITS)
     assert found.outcome == "passed", found.reason
