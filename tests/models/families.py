@@ -777,6 +777,7 @@ FAMILIES |= {
         is_saved_alike=False,
     ),
 }
+LONG = {"lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"}  # left to the long run
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",
@@ -800,7 +801,8 @@ def names(
         reason = f"transformers {transformers.__version__} has no {family.model_type}"
         marks = [pytest.mark.skipif(not is_known, reason=reason)]
         marks += [pytest.mark.slow] if name in slow else []
-        marks += [pytest.mark.long] if is_long and name != family.model_type else []
+        is_variant = is_long and name != family.model_type
+        marks += [pytest.mark.long] if is_variant or name in LONG else []
         parameters.append(pytest.param(name, marks=marks))
     return parameters
 
