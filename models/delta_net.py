@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import CacheShape, StateShape, StateView, need_view
 from neuron_moe.models.decoder import Tokens
-from neuron_moe.models.delta_rule import update, update_in_chunks
+from neuron_moe.models.delta_rule import update, update_by_channel, update_in_chunks
 from neuron_moe.models.layers import unit_rms
 
 UNIT_EPS = 1e-6  # under the root of the length of queries and keys; fla's and transformers'
@@ -74,7 +74,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         mixed_USC: [U, S, C] queries, keys and values before the convolution.
-        log_decay_USN: [U, S, N] float32, not above 0.
+        log_decay_USN: [U, S, N] float32, not above 0; [U, S, N, D] where each number of a key has
+            its own.
         rate_USN: [U, S, N] float32, from 0 to 1.
         real_US: [U, S] bool, False at padding, which changes no memory; None: all are real.
     """
@@ -118,12 +119,29 @@ class Recurrent(nn.Module):
         return State(*(shape.zeros(num_sequences, like) for shape in self.state_shapes))
 
 
-Recurrence = Callable[["GatedDeltaNet", Inputs, StateView | None], Tensor]
+Recurrence = Callable[["DeltaLayer", Inputs, StateView | None], Tensor]
 """The core: given the module, the new tokens and the view, returns [U, S, N, V] float32; the
 leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
 
 
-class GatedDeltaNet(Recurrent):
+class DeltaLayer(Recurrent):
+    """A layer whose memory follows the delta rule.
+
+    Attributes:
+        sizes: of this rank's part.
+        conv_weight: [C, 1, W], of the short convolution.
+    """
+
+    sizes: DeltaNetSizes
+    conv_weight: Tensor
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of each sequence, see `State`."""
+        return self.sizes.state_shapes
+
+
+class GatedDeltaNet(DeltaLayer):
     """Projections, gates and norm around an exchangeable recurrence.
 
     Args:
@@ -135,7 +153,6 @@ class GatedDeltaNet(Recurrent):
 
     Attributes:
         core: see `Recurrence`.
-        sizes: of this rank's part.
     """
 
     core: Recurrence
@@ -171,11 +188,6 @@ class GatedDeltaNet(Recurrent):
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.ones(sizes.value_size, dtype=torch.float32))
 
-    @property
-    def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of each sequence, see `State`."""
-        return self.sizes.state_shapes
-
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         mixed_USC, gate, rate_USN, step_USN = self._project(hidden_USH)
@@ -210,7 +222,7 @@ class GatedDeltaNet(Recurrent):
         return torch.cat(mixed, dim=-1), gate, rate_USN, step_USN
 
 
-def recur_cached(layer: GatedDeltaNet, inputs: Inputs, view: StateView | None) -> Tensor:
+def recur_cached(layer: DeltaLayer, inputs: Inputs, view: StateView | None) -> Tensor:
     """Go on from the state in the cache, and keep the new one there; without one, from nothing."""
     state = state_of(view)
     out_USNV, new = recur(layer, inputs, state)
@@ -230,7 +242,7 @@ def keep(state: State | None, new: State) -> None:
         kept.copy_(tensor)
 
 
-def recur(layer: GatedDeltaNet, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
+def recur(layer: DeltaLayer, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
     """Return what the memory answers to new tokens, [U, S, N, V] float32, and the state after."""
     sizes, (num_sequences, num_new) = layer.sizes, inputs.mixed_USC.shape[:2]
     if state is None:
@@ -245,8 +257,11 @@ def recur(layer: GatedDeltaNet, inputs: Inputs, state: State | None) -> tuple[Te
     key_UNSD = key.transpose(1, 2).repeat_interleave(group, dim=1)
     log_decay, rate = inputs.log_decay_USN, inputs.rate_USN
     if inputs.real_US is not None:  # padding neither fades the memory nor writes
-        log_decay, rate = (part * inputs.real_US[..., None] for part in (log_decay, rate))
-    form = update if num_new == 1 else update_in_chunks
+        is_real_US1 = inputs.real_US[..., None]
+        rate = rate * is_real_US1
+        log_decay = log_decay * (is_real_US1 if log_decay.ndim == 3 else is_real_US1[..., None])
+    in_chunks = update_in_chunks if log_decay.ndim == 3 else update_by_channel
+    form = update if num_new == 1 else in_chunks
     out_UNSV, memory_UNDV = form(
         query_UNSD,
         key_UNSD,

@@ -34,11 +34,18 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open", "hy_v3"),
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
-        *("flex_olmo", "afmoe", "mistral4", "gemma4_text"),
+        *("flex_olmo", "afmoe", "mistral4", "gemma4_text", "kimi_linear"),
     )
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk", "top_k_experts")
+CHOSEN = (
+    "num_experts_per_tok",
+    "moe_k",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+    "num_experts_per_token",
+)
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -79,7 +86,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4")
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear")
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 OLMO = ("olmoe", "flex_olmo")
 NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe")
