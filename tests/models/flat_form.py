@@ -80,6 +80,7 @@ class States:
 @torch.inference_mode()
 def assert_flat_form_agrees(model: DecoderModel, vocab_size: int) -> None:
     """Prefill of several sequences in one flat list, then decode, against the padded batch."""
+    torch.manual_seed(0)  # alike whatever tests ran before
     prompts = [torch.randint(0, vocab_size, (1, count)) for count in LENGTHS]
     step = torch.randint(0, vocab_size, (len(LENGTHS),))
     expected = []
@@ -98,6 +99,8 @@ def assert_flat_form_agrees(model: DecoderModel, vocab_size: int) -> None:
     pages.rows = [(row, 1) for row in range(len(LENGTHS))]
     hidden_TH = model.forward_tokens(step, torch.tensor(LENGTHS), phase="decode")
     last = model.compute_logits(hidden_TH)
+    largest = max(float(part.abs().max()) for part in expected)
+    near = {"rtol": 1e-4, "atol": 5e-5 * max(1.0, largest)}  # a wrong cache: above 1e-2
     for row in range(len(LENGTHS)):
-        torch.testing.assert_close(parts[row], expected[2 * row], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(last[row : row + 1], expected[2 * row + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(parts[row], expected[2 * row], **near)
+        torch.testing.assert_close(last[row : row + 1], expected[2 * row + 1], **near)
