@@ -18,11 +18,12 @@ from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
+    ONE_GROUP,
+    BiasedRoutingModel,
     SlidingConfig,
-    build_feed_forward,
-    read_sparse_layers,
+    read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
+from neuron_moe.models.decoder import GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
@@ -38,6 +39,13 @@ from neuron_moe.models.weight_rules import (
 from neuron_moe.models.wrapped import WrappedLayer, wrapped_rules
 
 ROPE_THETA, WINDOW = 10000.0, 1024  # where config.json does not say
+NAMES = {
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "routed_scaling_factor": "route_scale",
+    "first_k_dense_replace": "num_dense_layers",
+}
+DEFAULTS = {"routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
 NORMS = {
     "before_attention": "input_layernorm",
     "after_attention": "post_attention_layernorm",
@@ -72,18 +80,9 @@ class AfmoeConfig(SlidingConfig):
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
-            intermediate_size=reader.get("intermediate_size", int),
-            moe_intermediate_size=reader.get("moe_intermediate_size", int),
-            n_routed_experts=reader.get("num_experts", int),
-            n_shared_experts=reader.get("num_shared_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=reader.get("route_scale", float, 1.0),
-            attention_bias=reader.get("attention_bias", bool, False),
-            sparse_layers=read_sparse_layers(reader, reader.get("num_dense_layers", int, 1)),
-            prediction_layers=(),
+            **read_feed_forward(
+                reader, names=NAMES, defaults=DEFAULTS, prediction_layers=(), **ONE_GROUP
+            ),
             sliding_window=reader.get_size("sliding_window", WINDOW),
             layer_types=reader.get_strings("layer_types") or usual,
             mup_enabled=reader.get("mup_enabled", bool, False),
@@ -98,8 +97,9 @@ class Attention(GroupedAttention):
 
     def __init__(self, config: AfmoeConfig, layer: int, dtype: torch.dtype) -> None:
         bias = PROJECTIONS if config.attention_bias else ()
-        super().__init__(config, dtype, reach=config.reach(layer), bias=bias, norms="by head")
-        self.turns = config.layer_types[layer] == ATTENTION_TYPES[0]
+        reach, norms = config.reach(layer), "by head"
+        turns = reach.window is not None
+        super().__init__(config, dtype, reach=reach, bias=bias, norms=norms, turns=turns)
         sizes = config.hidden_size, self.o_proj.in_features
         self.q_gate_proj = nn.Linear(*sizes, bias=False, dtype=dtype)
 
@@ -109,12 +109,8 @@ class Attention(GroupedAttention):
         out_USH: Tensor = self.o_proj(mixed * torch.sigmoid(self.q_gate_proj(hidden_USH)))
         return out_USH
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places, where the layer rotates them."""
-        return super().turn(query_USQD, key_USJD, tokens) if self.turns else (query_USQD, key_USJD)
 
-
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """AFMoE for generation."""
 
     config: AfmoeConfig
@@ -128,14 +124,13 @@ class Model(DecoderModel):
         """Return a layer with norms around its parts."""
         config = self.config
         norms = {name: config.make_norm(config.hidden_size, dtype) for name in NORMS}
-        feed_forward = build_feed_forward(config, layer, dtype, backend)
+        feed_forward = self.build_feed_forward(layer, dtype, backend)
         return WrappedLayer(Attention(config, layer, dtype), feed_forward, **norms)
 
 
 def weight_map(config: AfmoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
-    names = projection_names(has_bias=config.attention_bias)
-    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
     gate = "layers.{layer}.self_attn.%sgate_proj.weight"
     rules = wrapped_rules("{layer}", NORMS)
     rules += [Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names]

@@ -9,16 +9,24 @@ Source: DeepSeek-V3 technical report, arXiv 2412.19437, sections 2.1.2 and 2.2.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import DecoderConfig, check_layer_types
+from neuron_moe.models.attention import EVERYTHING, Reach
+from neuron_moe.models.decoder import (
+    DecoderConfig,
+    DecoderModel,
+    GroupedAttention,
+    check_layer_types,
+)
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
+from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated_moe
 from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
     decoder_map,
     decoder_rules,
     either,
@@ -29,10 +37,12 @@ from neuron_moe.models.weight_rules import (
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import RouterFormula, RouterSpec
+from neuron_moe.spec import RouterSpec
 
 LAYER_TYPES = ("dense", "sparse")
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}  # of families without groups
 WINDOW = 4096  # where config.json does not say
+BIASED = ("q_proj", "k_proj", "v_proj")  # what else a family may give a bias
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
 FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
 
@@ -42,22 +52,26 @@ class BiasedRoutingConfig(DecoderConfig):
     """Facts of the feed-forward parts; names are those of config.json.
 
     Attributes:
+        n_shared_experts: None for none.
+        n_group: 1 where the architecture has no groups, and so the next.
         sparse_layers: the layers with experts.
         prediction_layers: numbers of the published layers that predict further tokens.
+        router_fields: of `RouterFormula`, where the architecture differs.
     """
 
+    router_fields: ClassVar[Mapping[str, Any]] = {}
     intermediate_size: int
     moe_intermediate_size: int
     n_routed_experts: int
-    n_shared_experts: int
+    n_shared_experts: int | None = None
     num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
     routed_scaling_factor: float
-    attention_bias: bool
+    attention_bias: bool = False
     sparse_layers: tuple[int, ...]
-    prediction_layers: tuple[int, ...]
+    prediction_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -66,18 +80,22 @@ class BiasedRoutingConfig(DecoderConfig):
     @property
     def router_spec(self) -> RouterSpec:
         """How experts are chosen; raises ValueError where that is not possible."""
-        formula = RouterFormula(
+        return biased_spec(
+            self.n_routed_experts,
+            self.hidden_size,
             top_k=self.num_experts_per_tok,
-            act_fn="sigmoid",
-            has_selection_bias=True,
             n_group=self.n_group,
             topk_group=self.topk_group,
             renormalize=self.norm_topk_prob,
             routed_scaling_factor=self.routed_scaling_factor,
+            **self.router_fields,
         )
-        return RouterSpec(
-            num_experts=self.n_routed_experts, hidden_size=self.hidden_size, formula=formula
-        )
+
+    @property
+    def shared_size(self) -> int | None:
+        """Columns of the shared experts together; None: there are none."""
+        shared = self.n_shared_experts
+        return None if shared is None else shared * self.moe_intermediate_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,52 +122,53 @@ class SlidingConfig(BiasedRoutingConfig):
 def read_feed_forward(
     reader: ConfigReader,
     *,
-    has_dense_layers: bool = True,
     names: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Read the fields that `BiasedRoutingConfig` adds.
 
     Args:
         reader: of config.json.
-        has_dense_layers: False where the architecture has none, whatever the usual keys say.
         names: how the family spells a field, where not as DeepSeek-V3 does.
         defaults: of fields that may be absent, by DeepSeek-V3's names.
+        facts: fields that the architecture fixes, whatever config.json says, or that were read.
 
     Raises:
         ValueError: a missing or contradictory key.
     """
     names, defaults = names or {}, defaults or {}
-    num_layers = reader.get("num_hidden_layers", int)
-    inner = None
-    if not has_dense_layers:
-        reader.require("first_k_dense_replace", 0)
-        inner = reader.get("moe_intermediate_size", int)
-    dense = "first_k_dense_replace"
-    num_dense = reader.get(dense, int, defaults.get(dense) if has_dense_layers else 0)
-    num_predictions = reader.get("num_nextn_predict_layers", int, 0)
-    is_all = num_dense >= num_layers and not reader.get_strings("mlp_layer_types")
-    if num_dense < 0 or is_all or num_predictions < 0:
-        raise ValueError(
-            f"first_k_dense_replace={num_dense}, num_nextn_predict_layers={num_predictions}: must"
-            f" not be negative, and the first below num_hidden_layers={num_layers}. Correct them."
-        )
+
+    def read(name: str, kind: type[Any]) -> Any:
+        key = names.get(name, name)
+        return facts.get(name) if name in facts else reader.get(key, kind, defaults.get(name))
+
+    num_layers, dense = reader.get("num_hidden_layers", int), "first_k_dense_replace"
+    if "sparse_layers" not in facts:
+        num_dense = read(dense, int)
+        is_all = num_dense >= num_layers and not reader.get_strings("mlp_layer_types")
+        if num_dense < 0 or is_all:
+            raise ValueError(
+                f"{names.get(dense, dense)}={num_dense}: must not be negative, and below"
+                f" num_hidden_layers={num_layers}. Correct it."
+            )
+        facts["sparse_layers"] = read_sparse_layers(reader, num_dense)
+    if "prediction_layers" not in facts:
+        num_predictions = reader.get("num_nextn_predict_layers", int, 0)
+        if num_predictions < 0:
+            raise ValueError(
+                f"num_nextn_predict_layers={num_predictions}: must not be negative. Correct it."
+            )
+        facts["prediction_layers"] = tuple(range(num_layers, num_layers + num_predictions))
+    whole = ("intermediate_size", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
     kinds: dict[str, type] = {
-        **dict.fromkeys(("moe_intermediate_size", "n_routed_experts", "n_shared_experts"), int),
-        **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), int),
+        **dict.fromkeys((*whole, "num_experts_per_tok", "n_group", "topk_group"), int),
         "norm_topk_prob": bool,
         "routed_scaling_factor": float,
+        "attention_bias": bool,
     }
-    return {
-        "intermediate_size": reader.get("intermediate_size", int, inner),
-        **{
-            name: reader.get(names.get(name, name), kind, defaults.get(name))
-            for name, kind in kinds.items()
-        },
-        "attention_bias": reader.get("attention_bias", bool, False),
-        "sparse_layers": read_sparse_layers(reader, num_dense),
-        "prediction_layers": tuple(range(num_layers, num_layers + num_predictions)),
-    }
+    defaults = {"attention_bias": False, **defaults}
+    return {**{name: read(name, kind) for name, kind in kinds.items()}, **facts}
 
 
 def read_window(reader: ConfigReader) -> int | None:
@@ -176,18 +195,34 @@ def read_sparse_layers(reader: ConfigReader, num_dense: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
-def build_feed_forward(
-    config: BiasedRoutingConfig, layer: int, dtype: torch.dtype, backend: str
-) -> MoE | GatedMLP:
-    """Return a MoE with a float32 router, or an MLP where the layer is dense."""
-    if layer not in config.sparse_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-    width = config.moe_intermediate_size * config.n_shared_experts
-    shared = build_shared(config.hidden_size, width, dtype, config.hidden_act)
-    router = Router(config.router_spec)
-    return gated_moe(
-        router, config.moe_intermediate_size, dtype, backend, shared, hidden_act=config.hidden_act
-    )
+class BiasedRoutingModel(DecoderModel):
+    """A model with these feed-forward parts, and grouped-query attention unless its family differs.
+
+    Attributes:
+        biased: projections with a bias, where config.json has `attention_bias`.
+        norms: of queries and keys, see `GroupedAttention`.
+    """
+
+    config: BiasedRoutingConfig
+    biased: ClassVar[Sequence[str]] = PROJECTIONS
+    norms: ClassVar[str] = ""
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
+        """Return the attention of a layer."""
+        config = self.config
+        reach = config.reach(layer) if isinstance(config, SlidingConfig) else EVERYTHING
+        bias = self.biased if config.attention_bias else ()
+        return GroupedAttention(config, dtype, reach=reach, bias=bias, norms=self.norms)
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE with a float32 router, or an MLP where the layer is dense."""
+        config, size, act = self.config, self.config.hidden_size, self.config.hidden_act
+        if layer not in config.sparse_layers:
+            return GatedMLP(size, config.intermediate_size, dtype, act)
+        width = config.shared_size
+        shared = None if width is None else build_shared(size, width, dtype, act)
+        router, inner = Router(config.router_spec), config.moe_intermediate_size
+        return gated_moe(router, inner, dtype, backend, shared, hidden_act=act)
 
 
 def biased_routing_map(
@@ -195,6 +230,7 @@ def biased_routing_map(
     attention_names: Iterable[str],
     rules_of_sparse: Callable[[str], list[Rule]] | None = None,
     ignored: Sequence[str] = (FREQUENCIES,),
+    own: Sequence[Rule] = (),
 ) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused.
 
@@ -203,9 +239,11 @@ def biased_routing_map(
         attention_names: what follows `layers.N.` in the names of the attention's tensors.
         rules_of_sparse: those of a layer with experts; default: under DeepSeek-V3's names.
         ignored: patterns of tensors that are left out.
+        own: rules of what the family has beside these.
     """
-    of_sparse = rules_of_sparse or sparse_rules
-    rules = decoder_rules(attention_names)
+    has_shared = config.shared_size is not None
+    of_sparse = rules_of_sparse or partial(sparse_rules, has_shared=has_shared)
+    rules = [*decoder_rules(attention_names), *own]
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
@@ -216,12 +254,15 @@ def biased_routing_map(
     return decoder_map(rules, sizes, ignored, blocks, is_tied=config.tie_word_embeddings)
 
 
-def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> list[Rule]:
+def sparse_rules(
+    layer: str, bias: str = "mlp.gate.e_score_correction_bias", *, has_shared: bool = True
+) -> list[Rule]:
     """Return the rules of a layer with experts under DeepSeek-V3's names.
 
     Args:
         layer: its number, or `{layer}`.
         bias: name of the bias that helps to choose, within the layer; "" for none.
+        has_shared: there are shared experts.
     """
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
     names = mlp + "experts", moe + "expert_mlps.mlp_op"
@@ -230,7 +271,7 @@ def sparse_rules(layer: str, bias: str = "mlp.gate.e_score_correction_bias") -> 
     return [
         Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
         *([Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True)] if bias else ()),
-        *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
+        *(mlp_rules(mlp + "shared_experts", moe + "shared_experts") if has_shared else ()),
         *either(separate=expert_rules(*names), fused=fused),
     ]
 

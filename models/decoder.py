@@ -84,10 +84,14 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"
                 f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
             )
-        if self.rotated_size % 2 or not self.rotated_size:
+        self.check_rotated(self.rotated_size)
+
+    def check_rotated(self, size: int) -> None:
+        """Raise ValueError unless so much of a head can be rotated."""
+        if size % 2 or not size:
             raise ValueError(
                 f"head_dim={self.head_dim}: must be even, and so must the rotated part of a head,"
-                f" here {self.rotated_size}. Rotary embedding rotates pairs."
+                f" here {size}. Rotary embedding rotates pairs."
             )
 
     @property
@@ -180,6 +184,8 @@ class GroupedAttention(nn.Module):
         has_sinks: there is a learned sink logit for each query head.
         norms: queries and keys are normalised before they are rotated: "" for not, "by head" for
             each head by itself, "jointly" for all heads together.
+        value_dim: size of a value; None: that of a head.
+        turns: queries and keys are rotated, so that they know their places.
 
     Attributes:
         core: computes [.., Q * D] from queries, keys and values; see `attention.Core`.
@@ -202,22 +208,26 @@ class GroupedAttention(nn.Module):
         bias: Sequence[str] = (),
         has_sinks: bool = False,
         norms: str = "",
+        value_dim: int | None = None,
+        turns: bool = True,
     ) -> None:
         super().__init__()
         self.head_dim, self.is_interleaved = config.head_dim, config.rope.is_interleaved
         self.core, self.reach, self.scale = attend_cached, reach, config.head_dim**-0.5
-        self.cache_shape: CacheShape = ((config.num_key_value_heads, config.head_dim),) * 2
-        hidden_size = config.hidden_size
+        self.value_dim = value_dim = value_dim or config.head_dim
+        self.turns = turns
+        kv_heads, hidden_size = config.num_key_value_heads, config.hidden_size
+        self.cache_shape: CacheShape = (kv_heads, config.head_dim), (kv_heads, value_dim)
         q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
+        kv_size = kv_heads * config.head_dim
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in bias, dtype=dtype)
 
         self.q_proj = linear("q_proj", hidden_size, q_size)
         self.k_proj = linear("k_proj", hidden_size, kv_size)
-        self.v_proj = linear("v_proj", hidden_size, kv_size)
-        self.o_proj = linear("o_proj", q_size, hidden_size)
+        self.v_proj = linear("v_proj", hidden_size, kv_heads * value_dim)
+        self.o_proj = linear("o_proj", config.num_attention_heads * value_dim, hidden_size)
         sinks_Q = torch.zeros(config.num_attention_heads, dtype=dtype) if has_sinks else None
         self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
         self.q_norm = self.k_norm = None
@@ -228,8 +238,8 @@ class GroupedAttention(nn.Module):
 
     def core_sizes(self, new_tokens: int) -> CoreSizes:
         """Return what the core computes with, however many tokens of a sequence are new."""
-        ((kv_heads, size), _) = self.cache_shape
-        return CoreSizes(self.o_proj.in_features // size, kv_heads, size, size)
+        (kv_heads, size), (_, value_size) = self.cache_shape
+        return CoreSizes(self.o_proj.in_features // value_size, kv_heads, size, value_size)
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
@@ -240,8 +250,10 @@ class GroupedAttention(nn.Module):
         self, projected: tuple[Tensor, Tensor, Tensor], tokens: Tokens, view: CacheView | None
     ) -> Tensor:
         """Return what the core makes of queries, keys and values, [U, S, Q * D]."""
-        heads = (*projected[0].shape[:2], -1, self.head_dim)
-        query, key, value_USJD = (part.view(heads) for part in projected)
+        leading, sizes = projected[0].shape[:2], (self.head_dim, self.head_dim, self.value_dim)
+        query, key, value_USJD = (
+            part.view(*leading, -1, size) for part, size in zip(projected, sizes, strict=True)
+        )
         query_USQD, key_USJD = self.turn(query, key, tokens)
         return self.core(self, query_USQD, key_USJD, value_USJD, view)
 
@@ -255,7 +267,9 @@ class GroupedAttention(nn.Module):
         return self.q_proj(hidden_USH), self.k_proj(hidden_USH), self.v_proj(hidden_USH)
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places."""
+        """Return queries and keys that know their places, where the layer turns them."""
+        if not self.turns:
+            return query_USQD, key_USJD
         query_USQD, key_USJD = (
             apply_rope(part, *tokens.rope, is_interleaved=self.is_interleaved)
             for part in (query_USQD, key_USJD)

@@ -30,15 +30,14 @@ from neuron_moe.models.attention import (
 from neuron_moe.models.biased_routing import (
     FREQUENCIES,
     BiasedRoutingConfig,
+    BiasedRoutingModel,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import ConfigT, DecoderModel, Tokens
+from neuron_moe.models.decoder import ConfigT, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, RMSNorm
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.rope import RopeConfig, apply_rope, yarn_growth
-from neuron_moe.moe import MoE
 
 ALIASES = ("kimi_k2",)
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -286,7 +285,7 @@ class LatentAttention(nn.Module):
         return torch.cat((plain, rotated.expand(-1, heads, -1, -1)), dim=-1), value_UQCW
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """DeepSeek-V3 for generation."""
 
     config: DeepseekV3Config
@@ -294,10 +293,6 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> LatentAttention:
         """Return latent attention."""
         return LatentAttention(self.config, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(

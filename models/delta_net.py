@@ -9,9 +9,9 @@ Letters: U sequences, S new tokens of each, C channels of queries, keys and valu
 of the convolution, X = W - 1 + S, N value heads, D key size, V value size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -86,42 +86,64 @@ class Inputs(NamedTuple):
     real_US: Tensor | None = None
 
 
-class State(NamedTuple):
-    """What a layer knows of the tokens before.
-
-    Attributes:
-        mixed_UwC: [U, W - 1, C] the last tokens' queries, keys and values, latest last.
-        memory_UNDV: [U, N, D, V] float32.
-    """
-
-    mixed_UwC: Tensor
-    memory_UNDV: Tensor
+State = tuple[Tensor, ...]
+"""What a layer knows of the tokens before: [U, W - 1, C] what the last ones brought to the
+convolution, latest last; then the memory, [U, N, D, V] float32, where there is one."""
 
 
 class Recurrent(nn.Module):
-    """A layer that keeps a memory of each sequence.
+    """A layer that keeps a state of each sequence.
 
     Attributes:
         reach: None: no position is looked at again.
         cache_shape: nothing is kept of each token.
+        core: see `Recurrence`.
     """
 
     reach = None
     cache_shape: CacheShape = ()
+    core: "Recurrence"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = recur_cached
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         """What is kept of each sequence, `State`."""
         raise NotImplementedError
 
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        raise NotImplementedError
+
     def empty_state(self, num_sequences: int, like: Tensor) -> State:
         """Return the state before any token, in the dtype and on the device of `like`."""
-        return State(*(shape.zeros(num_sequences, like) for shape in self.state_shapes))
+        return tuple(shape.zeros(num_sequences, like) for shape in self.state_shapes)
+
+    def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+        """Return what the layer answers, [U, S, N, V] float32, and the state after."""
+        raise NotImplementedError
 
 
-Recurrence = Callable[["DeltaLayer", Inputs, StateView | None], Tensor]
-"""The core: given the module, the new tokens and the view, returns [U, S, N, V] float32; the
-leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
+def bytes_of(shapes: Sequence[StateShape], dtype: torch.dtype) -> int:
+    """Return the bytes of a sequence's states; `dtype` is that of states that name none."""
+    return sum(prod(shape.sizes) * (shape.dtype or dtype).itemsize for shape in shapes)
+
+
+Recurrence = Callable[[Recurrent, Inputs, StateView | None], Tensor]
+"""The core: given the module, the new tokens and the view, returns [U, S, N, V] as `recur` does;
+the leading axes are [1, T] in prefill and [T, 1] in decode where a server calls."""
+
+
+def recur_cached(layer: Recurrent, inputs: Inputs, view: StateView | None) -> Tensor:
+    """Go on from the state in the cache, and keep the new one there; without one, from nothing."""
+    kept, mixed_USC = need_view(view).tensors, inputs.mixed_USC
+    out, new = layer.recur(inputs, kept or layer.empty_state(len(mixed_USC), mixed_USC))
+    for old, tensor in zip(kept, new, strict=bool(kept)):
+        old.copy_(tensor)
+    return out
 
 
 class DeltaLayer(Recurrent):
@@ -140,6 +162,40 @@ class DeltaLayer(Recurrent):
         """What is kept of each sequence, see `State`."""
         return self.sizes.state_shapes
 
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        return self.sizes.num_value_heads, self.sizes.value_size
+
+    def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+        """Return what the memory answers, [U, S, N, V] float32, and the state after."""
+        sizes, (num_sequences, num_new) = self.sizes, inputs.mixed_USC.shape[:2]
+        last_UwC, memory_UNDV = state
+        mixed_USC, last_UwC = convolve(inputs, last_UwC, self.conv_weight)
+        parts = torch.split(F.silu(mixed_USC), sizes.parts, dim=-1)
+        heads = num_sequences, num_new, -1
+        query, key = (_unit(part.view(*heads, sizes.key_size)) for part in parts[:2])
+        value_UNSV = parts[2].view(*heads, sizes.value_size).transpose(1, 2)
+        group = sizes.num_value_heads // sizes.num_key_heads
+        query_UNSD = (query * sizes.key_size**-0.5).transpose(1, 2).repeat_interleave(group, dim=1)
+        key_UNSD = key.transpose(1, 2).repeat_interleave(group, dim=1)
+        log_decay, rate = inputs.log_decay_USN, inputs.rate_USN
+        if inputs.real_US is not None:  # padding neither fades the memory nor writes
+            is_real_US1 = inputs.real_US[..., None]
+            rate = rate * is_real_US1
+            log_decay = log_decay * (is_real_US1 if log_decay.ndim == 3 else is_real_US1[..., None])
+        in_chunks = update_in_chunks if log_decay.ndim == 3 else update_by_channel
+        form = update if num_new == 1 else in_chunks
+        out_UNSV, memory_UNDV = form(
+            query_UNSD,
+            key_UNSD,
+            value_UNSV,
+            log_decay.transpose(1, 2),
+            rate.transpose(1, 2),
+            memory_UNDV,
+        )
+        return out_UNSV.transpose(1, 2), (last_UwC, memory_UNDV)
+
 
 class GatedDeltaNet(DeltaLayer):
     """Projections, gates and norm around an exchangeable recurrence.
@@ -152,10 +208,8 @@ class GatedDeltaNet(DeltaLayer):
             lie together by key head, as in Qwen3-Next.
 
     Attributes:
-        core: see `Recurrence`.
+        sizes: of this rank's part.
     """
-
-    core: Recurrence
 
     in_proj_qkv: nn.Linear
     in_proj_z: nn.Linear
@@ -168,7 +222,7 @@ class GatedDeltaNet(DeltaLayer):
         self, sizes: DeltaNetSizes, eps: float, dtype: torch.dtype, *, is_fused: bool = False
     ) -> None:
         super().__init__()
-        self.sizes, self.eps, self.core = sizes, eps, recur_cached
+        self.sizes, self.eps = sizes, eps
         size, heads, channels = sizes.hidden_size, sizes.num_value_heads, sum(sizes.parts)
         value_channels = sizes.parts[-1]
 
@@ -222,57 +276,6 @@ class GatedDeltaNet(DeltaLayer):
         return torch.cat(mixed, dim=-1), gate, rate_USN, step_USN
 
 
-def recur_cached(layer: DeltaLayer, inputs: Inputs, view: StateView | None) -> Tensor:
-    """Go on from the state in the cache, and keep the new one there; without one, from nothing."""
-    state = state_of(view)
-    out_USNV, new = recur(layer, inputs, state)
-    keep(state, new)
-    return out_USNV
-
-
-def state_of(view: StateView | None) -> State | None:
-    """Return the state in the cache; None without one."""
-    tensors = need_view(view).tensors
-    return State(*tensors) if tensors else None
-
-
-def keep(state: State | None, new: State) -> None:
-    """Write a new state over that in the cache, where there is one."""
-    for kept, tensor in zip(state or (), new, strict=state is not None):
-        kept.copy_(tensor)
-
-
-def recur(layer: DeltaLayer, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
-    """Return what the memory answers to new tokens, [U, S, N, V] float32, and the state after."""
-    sizes, (num_sequences, num_new) = layer.sizes, inputs.mixed_USC.shape[:2]
-    if state is None:
-        state = layer.empty_state(num_sequences, inputs.mixed_USC)
-    mixed_USC, last_UwC = convolve(inputs, state.mixed_UwC, layer.conv_weight)
-    parts = torch.split(mixed_USC, sizes.parts, dim=-1)
-    heads = num_sequences, num_new, -1
-    query, key = (_unit(part.view(*heads, sizes.key_size)) for part in parts[:2])
-    value_UNSV = parts[2].view(*heads, sizes.value_size).transpose(1, 2)
-    group = sizes.num_value_heads // sizes.num_key_heads
-    query_UNSD = (query * sizes.key_size**-0.5).transpose(1, 2).repeat_interleave(group, dim=1)
-    key_UNSD = key.transpose(1, 2).repeat_interleave(group, dim=1)
-    log_decay, rate = inputs.log_decay_USN, inputs.rate_USN
-    if inputs.real_US is not None:  # padding neither fades the memory nor writes
-        is_real_US1 = inputs.real_US[..., None]
-        rate = rate * is_real_US1
-        log_decay = log_decay * (is_real_US1 if log_decay.ndim == 3 else is_real_US1[..., None])
-    in_chunks = update_in_chunks if log_decay.ndim == 3 else update_by_channel
-    form = update if num_new == 1 else in_chunks
-    out_UNSV, memory_UNDV = form(
-        query_UNSD,
-        key_UNSD,
-        value_UNSV,
-        log_decay.transpose(1, 2),
-        rate.transpose(1, 2),
-        state.memory_UNDV,
-    )
-    return out_UNSV.transpose(1, 2), State(last_UwC, memory_UNDV)
-
-
 def _unit(rows: Tensor) -> Tensor:
     """Return rows of length one."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
@@ -281,12 +284,12 @@ def _unit(rows: Tensor) -> Tensor:
 def convolve(
     inputs: Inputs, last_UwC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mix each token with those before it, each channel by itself, add the bias, then SiLU.
+    """Mix each token with those before it, each channel by itself, and add the bias.
 
     Padding may stand anywhere: it is moved in front of all tokens, the earlier ones included.
 
     Returns:
-        [U, S, C] float32, and the last W - 1 tokens, as `State.mixed_UwC`.
+        [U, S, C] float32, and the last W - 1 tokens, as in `State`.
     """
     width, num_new = weight_C1W.shape[-1], inputs.mixed_USC.shape[1]
     all_UXC = torch.cat((last_UwC, inputs.mixed_USC), dim=1)
@@ -306,4 +309,4 @@ def convolve(
         summed_UXC = summed_UXC.gather(1, place_UX[..., None].expand_as(summed_UXC))
     if bias_C is not None:
         summed_UXC = summed_UXC + bias_C.float()
-    return F.silu(summed_UXC[:, -num_new:]), all_UXC[:, num_all - width + 1 :]
+    return summed_UXC[:, -num_new:], all_UXC[:, num_all - width + 1 :]

@@ -9,23 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
+    BiasedRoutingModel,
     SlidingConfig,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
     read_window,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, projection_names
-from neuron_moe.moe import MoE
+from neuron_moe.models.weight_rules import projection_names
 
 OTHER_KEYS = ("moe_layer_freq", "pretraining_tp", "scoring_func", "use_sliding_window")  # unread
 GROUPS = {"n_group": 1, "topk_group": 1}
@@ -61,30 +56,14 @@ class Dots1Config(SlidingConfig):
 Config = Dots1Config
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """dots.llm1 for generation."""
 
     config: Dots1Config
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with norms on heads."""
-        config = self.config
-        return GroupedAttention(
-            config,
-            dtype,
-            reach=config.reach(layer),
-            bias=PROJECTIONS if config.attention_bias else (),
-            norms="by head",
-        )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
+    norms = "by head"
 
 
 def weight_map(config: Dots1Config) -> WeightMap:
     """Map the published tensor names to ours."""
-    names = projection_names(has_bias=config.attention_bias)
-    return biased_routing_map(
-        config, [*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-    )
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
+    return biased_routing_map(config, names)

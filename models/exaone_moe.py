@@ -11,24 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
+    BiasedRoutingModel,
     SlidingConfig,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
     read_window,
     sparse_rules,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
+from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import mlp_rules, projection_names
-from neuron_moe.moe import MoE
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -57,9 +54,14 @@ class ExaoneMoeConfig(SlidingConfig):
             rope=RopeConfig.from_hf(reader),
             sliding_window=window,
             layer_types=reader.get_strings("layer_types") or usual,
-            **read_feed_forward(reader, names=NAMES, defaults=DEFAULTS)
             # No projection has a bias; what predicts has a name of its own, and no number.
-            | {"attention_bias": False, "prediction_layers": ()},
+            **read_feed_forward(
+                reader,
+                names=NAMES,
+                defaults=DEFAULTS,
+                attention_bias=False,
+                prediction_layers=(),
+            ),
         )
 
 
@@ -86,37 +88,21 @@ def _layer_types(reader: ConfigReader, window: int | None) -> tuple[str, ...]:
     )
 
 
-class Attention(GroupedAttention):
-    """Attention of one layer: rotated and sliding, or neither."""
-
-    def __init__(self, config: ExaoneMoeConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, reach=config.reach(layer), norms="by head")
-        slides = config.layer_types[layer] == ATTENTION_TYPES[0]
-        self.turns = slides or config.sliding_window is None
-
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places, where the layer turns them."""
-        return super().turn(query_USQD, key_USJD, tokens) if self.turns else (query_USQD, key_USJD)
-
-
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """K-EXAONE for generation."""
 
     config: ExaoneMoeConfig
 
-    def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
-        """Return the attention of a layer."""
-        return Attention(self.config, layer, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return attention that is rotated and sliding, or neither."""
+        config, reach = self.config, self.config.reach(layer)
+        turns = config.sliding_window is None or reach.window is not None
+        return GroupedAttention(config, dtype, reach=reach, norms="by head", turns=turns)
 
 
 def weight_map(config: ExaoneMoeConfig) -> WeightMap:
     """Map the published tensor names to ours."""
-    names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
-    names += ["self_attn.k_norm.weight"]
+    names = projection_names(has_bias=False, has_norms=True)
     return biased_routing_map(config, names, _sparse_rules, _prediction_names(names))
 
 

@@ -14,20 +14,18 @@ import torch
 
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
+    BIASED,
     BiasedRoutingConfig,
+    BiasedRoutingModel,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS
-from neuron_moe.moe import MoE
+from neuron_moe.models.weight_rules import projection_names
 
 ROTATED_PART = 0.5  # of a head, where config.json does not say
-BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,7 @@ class Glm4MoeConfig(BiasedRoutingConfig):
 Config = Glm4MoeConfig
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """GLM-4 MoE for generation."""
 
     config: Glm4MoeConfig
@@ -69,16 +67,9 @@ class Model(DecoderModel):
             norms="by head" if self.config.use_qk_norm else "",
         )
 
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
-
 
 def weight_map(config: Glm4MoeConfig) -> WeightMap:
     """Map the published tensor names to ours."""
-    names = [f"{name}.weight" for name in PROJECTIONS]
-    if config.attention_bias:
-        names += [f"{name}.bias" for name in BIASED]
-    if config.use_qk_norm:
-        names += ["q_norm.weight", "k_norm.weight"]
-    return biased_routing_map(config, [f"self_attn.{name}" for name in names])
+    norms = config.use_qk_norm
+    names = projection_names(has_bias=config.attention_bias, has_norms=norms, biased=BIASED)
+    return biased_routing_map(config, names)

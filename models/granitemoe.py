@@ -22,8 +22,7 @@ from neuron_moe.models.decoder import (
 )
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import build_router, build_shared, gated_moe
-from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes
-from neuron_moe.models.nemotron_h import UnrotatedAttention, mamba_rules
+from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes, mamba_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, either, projection_names
 from neuron_moe.models.wrapped import Scale, WrappedLayer, wrapped_rules
@@ -179,8 +178,8 @@ class Model(DecoderModel):
         if config.layer_types[layer] == LAYER_TYPES[0] and config.mamba is not None:
             has_bias = config.mamba_conv_bias
             return Mamba2(config.mamba, config.rms_norm_eps, 0.0, dtype, has_conv_bias=has_bias)
-        kind = GroupedAttention if config.is_rotated else UnrotatedAttention
-        attention = kind(config, dtype, bias=PROJECTIONS if config.attention_bias else ())
+        bias = PROJECTIONS if config.attention_bias else ()
+        attention = GroupedAttention(config, dtype, bias=bias, turns=config.is_rotated)
         if config.attention_multiplier is not None:
             attention.scale = config.attention_multiplier
         return attention

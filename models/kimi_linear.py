@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import StateView
-from neuron_moe.models.biased_routing import build_feed_forward
-from neuron_moe.models.decoder import DecoderModel, Tokens, check_layer_types
+from neuron_moe.models.biased_routing import BiasedRoutingModel
+from neuron_moe.models.decoder import Tokens, check_layer_types
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention, latent_names
-from neuron_moe.models.delta_net import DeltaLayer, DeltaNetSizes, Inputs, recur_cached
+from neuron_moe.models.delta_net import DeltaLayer, DeltaNetSizes, Inputs
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, unit_rms
+from neuron_moe.models.layers import unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -31,7 +31,6 @@ from neuron_moe.models.weight_rules import (
     expert_rules,
     mlp_rules,
 )
-from neuron_moe.moe import MoE
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 PERIOD = 4  # of the kinds of layers, where config.json does not say
@@ -149,7 +148,6 @@ class KimiDeltaAttention(DeltaLayer):
     """Projections, latents of two gates and a norm around an exchangeable recurrence.
 
     Attributes:
-        core: see `delta_net.Recurrence`.
         whole: projections to latents that heads share.
     """
 
@@ -157,7 +155,7 @@ class KimiDeltaAttention(DeltaLayer):
 
     def __init__(self, sizes: DeltaNetSizes, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.sizes, self.eps, self.core = sizes, eps, recur_cached
+        self.sizes, self.eps = sizes, eps
         size, heads, latent = sizes.hidden_size, sizes.num_key_heads, sizes.key_size
         width = heads * latent
 
@@ -194,7 +192,7 @@ class KimiDeltaAttention(DeltaLayer):
         return out_USH
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """Kimi-Linear for generation."""
 
     config: KimiLinearConfig
@@ -205,10 +203,6 @@ class Model(DecoderModel):
         if config.layer_types[layer] == "full_attention":
             return PlainLatentAttention(config, dtype)
         return KimiDeltaAttention(config.delta, config.rms_norm_eps, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(config: KimiLinearConfig) -> WeightMap:

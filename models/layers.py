@@ -3,6 +3,8 @@
 Letters: H hidden, I intermediate.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -90,6 +92,29 @@ def gated(hidden_act: str) -> ExpertFormula:
 def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:
     """Return a router in float32."""
     return Router(RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula))
+
+
+def biased_spec(num_experts: int, hidden_size: int, **fields: Any) -> RouterSpec:
+    """Return a router as DeepSeek-V3 introduced it, for the families that took it over.
+
+    Scores are sigmoids, a bias helps to choose K, and weights of these are divided by their sum.
+
+    Args:
+        num_experts: to choose among.
+        hidden_size: H.
+        fields: of `RouterFormula`, `top_k` among them, in place of these; and `num_identity`.
+
+    Raises:
+        ValueError: no such choice is possible.
+    """
+    identities = fields.pop("num_identity", 0)
+    usual = {"act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True}
+    return RouterSpec(
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        formula=RouterFormula(**usual | fields),
+        num_identity=identities,
+    )
 
 
 def build_shared(

@@ -19,12 +19,12 @@ from neuron_moe.models.attention import View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Tokens
 from neuron_moe.models.deepseek_v3 import LATENT_EPS, LatentAttention, latent_logit_scale
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, RMSNorm, gated_moe
+from neuron_moe.models.layers import GatedMLP, RMSNorm, biased_spec, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, expert_rules, mlp_rules
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import RouterFormula, RouterSpec
+from neuron_moe.spec import RouterSpec
 
 ROPE_THETA = 10000000.0
 OTHER_KEYS = ("num_layers", "num_hidden_layers", "zero_expert_type", "attention_method")
@@ -60,15 +60,13 @@ class LongcatFlashConfig(DecoderConfig):
     @property
     def router_spec(self) -> RouterSpec:
         """How experts are chosen; raises ValueError where that is not possible."""
-        formula = RouterFormula(
+        return biased_spec(
+            self.n_routed_experts,
+            self.hidden_size,
             top_k=self.moe_topk,
-            has_selection_bias=True,
+            act_fn="softmax",
+            renormalize=False,
             routed_scaling_factor=self.routed_scaling_factor,
-        )
-        return RouterSpec(
-            num_experts=self.n_routed_experts,
-            hidden_size=self.hidden_size,
-            formula=formula,
             num_identity=self.zero_expert_num,
         )
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from neuron_moe.checkpoint import Rule
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import StateShape, StateView
 from neuron_moe.models.decoder import Tokens
-from neuron_moe.models.delta_net import Inputs, Recurrent, State, convolve, keep, state_of
+from neuron_moe.models.delta_net import Inputs, Recurrent, State, convolve
 from neuron_moe.models.layers import unit_rms
 
 _CHUNK = 64  # tokens that are compared with each other at once
@@ -62,9 +63,6 @@ class Mamba2(Recurrent):
         least_step: of a token.
         dtype: of the parameters.
         has_conv_bias: of the convolution.
-
-    Attributes:
-        core: given `delta_net.Inputs`, whose rates are steps, returns [U, S, N, V] float32.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Mamba2(Recurrent):
         has_conv_bias: bool,
     ) -> None:
         super().__init__()
-        self.sizes, self.eps, self.least_step, self.core = sizes, eps, least_step, recur_cached
+        self.sizes, self.eps, self.least_step = sizes, eps, least_step
         heads, channels, inner = sizes.num_heads, sum(sizes.parts), sizes.parts[0]
         width = inner + channels + heads
         self.in_proj = nn.Linear(sizes.hidden_size, width, bias=False, dtype=dtype)
@@ -97,6 +95,11 @@ class Mamba2(Recurrent):
             StateShape((sizes.conv_width - 1, sum(sizes.parts))),
             StateShape((sizes.num_heads, sizes.key_size, sizes.value_size), torch.float32),
         )
+
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        return self.sizes.num_heads, self.sizes.value_size
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the layer's output `[U, S, H]`; arguments as in `DecoderLayer`."""
@@ -118,47 +121,49 @@ class Mamba2(Recurrent):
         out_USH: Tensor = self.out_proj(scaled.to(hidden_USH.dtype))
         return out_USH
 
-
-def recur_cached(layer: Mamba2, inputs: Inputs, view: StateView | None) -> Tensor:
-    """Go on from the state in the cache, and keep the new one there; without one, from nothing."""
-    state = state_of(view)
-    out_USNV, new = recur(layer, inputs, state)
-    keep(state, new)
-    return out_USNV
-
-
-def recur(layer: Mamba2, inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
-    """Return what the memory answers to new tokens, [U, S, N, V] float32, and the state after."""
-    sizes, (num_sequences, num_new) = layer.sizes, inputs.mixed_USC.shape[:2]
-    if state is None:
-        state = layer.empty_state(num_sequences, inputs.mixed_USC)
-    mixed_USC, last_UwC = convolve(inputs, state.mixed_UwC, layer.conv_weight, layer.conv_bias)
-    value, key, query = torch.split(mixed_USC, sizes.parts, dim=-1)
-    group = sizes.num_heads // sizes.num_groups
-    value_UNSV = value.reshape(*value.shape[:2], -1, sizes.value_size).transpose(1, 2)
-    key_UNSD, query_UNSD = (
-        part.reshape(*part.shape[:2], -1, sizes.key_size)
-        .transpose(1, 2)
-        .repeat_interleave(group, dim=1)
-        for part in (key, query)
-    )
-    decay, step = inputs.log_decay_USN, inputs.rate_USN
-    if inputs.real_US is not None:  # padding neither fades the memory nor writes
-        decay, step = (part * inputs.real_US[..., None] for part in (decay, step))
-    decay_UNS, written_UNSV = decay.transpose(1, 2), value_UNSV * step.transpose(1, 2)[..., None]
-    memory_UNDV, outputs = state.memory_UNDV, []
-    for first in range(0, num_new, _CHUNK):
-        chunk = slice(first, first + _CHUNK)
-        out, memory_UNDV = _scan(
-            query_UNSD[:, :, chunk],
-            key_UNSD[:, :, chunk],
-            written_UNSV[:, :, chunk],
-            decay_UNS[:, :, chunk].cumsum(-1),
-            memory_UNDV,
+    def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+        """Return what the memory answers, [U, S, N, V] float32; rates are steps; and the state."""
+        sizes, num_new = self.sizes, inputs.mixed_USC.shape[1]
+        last_UwC, memory_UNDV = state
+        mixed_USC, last_UwC = convolve(inputs, last_UwC, self.conv_weight, self.conv_bias)
+        value, key, query = torch.split(F.silu(mixed_USC), sizes.parts, dim=-1)
+        group = sizes.num_heads // sizes.num_groups
+        value_UNSV = value.reshape(*value.shape[:2], -1, sizes.value_size).transpose(1, 2)
+        key_UNSD, query_UNSD = (
+            part.reshape(*part.shape[:2], -1, sizes.key_size)
+            .transpose(1, 2)
+            .repeat_interleave(group, dim=1)
+            for part in (key, query)
         )
-        outputs.append(out)
-    out_UNSV = torch.cat(outputs, dim=2) + layer.D.float()[:, None, None] * value_UNSV
-    return out_UNSV.transpose(1, 2), State(last_UwC, memory_UNDV)
+        decay, step = inputs.log_decay_USN, inputs.rate_USN
+        if inputs.real_US is not None:  # padding neither fades the memory nor writes
+            decay, step = (part * inputs.real_US[..., None] for part in (decay, step))
+        decay_UNS, written_UNSV = (
+            decay.transpose(1, 2),
+            value_UNSV * step.transpose(1, 2)[..., None],
+        )
+        outputs = []
+        for first in range(0, num_new, _CHUNK):
+            chunk = slice(first, first + _CHUNK)
+            out, memory_UNDV = _scan(
+                query_UNSD[:, :, chunk],
+                key_UNSD[:, :, chunk],
+                written_UNSV[:, :, chunk],
+                decay_UNS[:, :, chunk].cumsum(-1),
+                memory_UNDV,
+            )
+            outputs.append(out)
+        out_UNSV = torch.cat(outputs, dim=2) + self.D.float()[:, None, None] * value_UNSV
+        return out_UNSV.transpose(1, 2), (last_UwC, memory_UNDV)
+
+
+def mamba_rules(theirs: str, ours: str, *, has_bias: bool) -> list[Rule]:
+    """Return the rules of a Mamba-2 memory, under transformers' names."""
+    plain = ("in_proj.weight", "out_proj.weight", "dt_bias", "A_log", "D")
+    renamed = {"norm.weight": "norm_weight", "conv1d.weight": "conv_weight"}
+    renamed |= {"conv1d.bias": "conv_bias"} if has_bias else {}
+    pairs = {**{name: name for name in plain}, **renamed}
+    return [Rule(theirs + old, ours + new, is_exact=old == "A_log") for old, new in pairs.items()]
 
 
 def _scan(

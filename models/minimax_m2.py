@@ -15,7 +15,7 @@ import torch
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, gated_moe
+from neuron_moe.models.layers import biased_spec, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -24,7 +24,8 @@ from neuron_moe.models.weight_rules import (
     projection_names,
 )
 from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
+from neuron_moe.router import Router
+from neuron_moe.spec import RouterSpec
 
 # Of layers that predict further tokens, whose tensors are not published, and of training.
 OTHER_KEYS = (
@@ -43,7 +44,12 @@ class MiniMaxM2Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_local_experts)
+        _ = self.router_spec
+
+    @property
+    def router_spec(self) -> RouterSpec:
+        """How experts are chosen; raises ValueError where that is not possible."""
+        return biased_spec(self.num_local_experts, self.hidden_size, top_k=self.num_experts_per_tok)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM2Config":
@@ -103,28 +109,16 @@ class Model(DecoderModel):
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 sigmoid router whose choice is biased."""
         config = self.config
-        router = build_router(
-            config.num_local_experts,
-            config.hidden_size,
-            RouterFormula(
-                top_k=config.num_experts_per_tok,
-                act_fn="sigmoid",
-                has_selection_bias=True,
-                renormalize=True,
-            ),
-        )
-        return gated_moe(
-            router, config.intermediate_size, dtype, backend, hidden_act=config.hidden_act
-        )
+        size, act = config.intermediate_size, config.hidden_act
+        return gated_moe(Router(config.router_spec), size, dtype, backend, hidden_act=act)
 
 
 def weight_map(config: MiniMaxM2Config) -> WeightMap:
     """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
     source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
-    names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
     bias = "e_score_correction_bias"
     rules = [
-        *decoder_rules([*names, "self_attn.k_norm.weight"]),
+        *decoder_rules(projection_names(has_bias=False, has_norms=True)),
         Rule(source + "gate.weight", moe + "router.linear_router.weight"),
         Rule(source + bias, f"{moe}router.{bias}", is_exact=True),
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),

@@ -18,7 +18,13 @@ from neuron_moe.checkpoint import Rule, WeightMap, concat_gate_up, transpose
 from neuron_moe.models.biased_routing import read_sparse_layers
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
-from neuron_moe.models.layers import GatedMLP, OffsetRMSNorm, build_shared, gated_moe
+from neuron_moe.models.layers import (
+    GatedMLP,
+    OffsetRMSNorm,
+    biased_spec,
+    build_shared,
+    gated_moe,
+)
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -31,7 +37,7 @@ from neuron_moe.models.weight_rules import (
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import ExpertFormula, RouterFormula, RouterSpec, limits
+from neuron_moe.spec import ExpertFormula, RouterSpec, limits
 
 ALIASES = ("minimax_m3_vl",)
 ROPE_THETA = 5000000.0
@@ -78,15 +84,11 @@ class MiniMaxM3Config(DecoderConfig):
     @property
     def router_spec(self) -> RouterSpec:
         """How experts are chosen; raises ValueError where that is not possible."""
-        formula = RouterFormula(
+        return biased_spec(
+            self.num_local_experts,
+            self.hidden_size,
             top_k=self.num_experts_per_tok,
-            act_fn="sigmoid",
-            has_selection_bias=True,
-            renormalize=True,
             routed_scaling_factor=self.routed_scaling_factor,
-        )
-        return RouterSpec(
-            num_experts=self.num_local_experts, hidden_size=self.hidden_size, formula=formula
         )
 
     @property
@@ -189,8 +191,7 @@ class Model(DecoderModel):
 
 def weight_map(config: MiniMaxM3Config) -> WeightMap:
     """Map the published tensor names, and those of transformers' text model, to ours."""
-    names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
-    names += ["self_attn.k_norm.weight"]
+    names = projection_names(has_bias=False, has_norms=True)
     sources = {"transformers": "model.", "published": "language_model.model."}
     heads = {"transformers": "lm_head.weight", "published": "language_model.lm_head.weight"}
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)

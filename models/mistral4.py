@@ -8,7 +8,7 @@ Source: transformers, `models/mistral4/modular_mistral4.py`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.spec import RouterFormula, RouterSpec
 
 DEFAULTS = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
@@ -49,6 +48,11 @@ class Mistral4Config(DeepseekV3Config):
         scaling_context: the number of places that count as one.
     """
 
+    router_fields: ClassVar[Mapping[str, Any]] = {
+        "act_fn": "softmax",
+        "has_selection_bias": False,
+        "out_of_group_fill": 0.0,
+    }
     scaling_beta: float
     scaling_context: int
 
@@ -84,21 +88,6 @@ class Mistral4Config(DeepseekV3Config):
             defaults=DEFAULTS,
             scaling_beta=growth.get(BETA, float, 0.0),
             scaling_context=growth.get_size(CONTEXT, 8192),
-        )
-
-    @property
-    def router_spec(self) -> RouterSpec:
-        """How experts are chosen; raises ValueError where that is not possible."""
-        formula = RouterFormula(
-            top_k=self.num_experts_per_tok,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            out_of_group_fill=0.0,
-            renormalize=self.norm_topk_prob,
-            routed_scaling_factor=self.routed_scaling_factor,
-        )
-        return RouterSpec(
-            num_experts=self.n_routed_experts, hidden_size=self.hidden_size, formula=formula
         )
 
 

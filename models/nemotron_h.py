@@ -19,13 +19,13 @@ from neuron_moe.latent import Latent
 from neuron_moe.models.attention import CacheShape, View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
-from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes
+from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated_moe
+from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes, mamba_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, either
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import ExpertFormula, LatentSpec, RouterFormula, RouterSpec
+from neuron_moe.spec import ExpertFormula, LatentSpec, RouterSpec
 
 LAYER_TYPES = ("linear_attention", "full_attention", "moe", "mlp")
 PATTERN = dict(zip("M*E-", LAYER_TYPES, strict=True))
@@ -86,10 +86,10 @@ class NemotronHConfig(DecoderConfig):
         reader.require("tie_word_embeddings", False)  # which transformers does not do
         reader.require("mamba_hidden_act", "silu")
         size = reader.get("hidden_size", int)
-        router = RouterFormula(
+        router = biased_spec(
+            reader.get("n_routed_experts", int, 8),
+            size,
             top_k=reader.get("num_experts_per_tok", int, 2),
-            act_fn="sigmoid",
-            has_selection_bias=True,
             n_group=reader.get("n_group", int, 1),
             topk_group=reader.get("topk_group", int, 1),
             renormalize=reader.get("norm_topk_prob", bool, True),
@@ -114,9 +114,7 @@ class NemotronHConfig(DecoderConfig):
             moe_intermediate_size=reader.get("moe_intermediate_size", int, 7688),
             shared_intermediate_size=reader.get("moe_shared_expert_intermediate_size", int, 7688),
             latent_size=reader.get_optional("moe_latent_size", int),
-            router=RouterSpec(
-                num_experts=reader.get("n_routed_experts", int, 8), hidden_size=size, formula=router
-            ),
+            router=router,
         )
 
 
@@ -128,14 +126,6 @@ class Nothing(nn.Module):
 
     reach, core = None, None
     cache_shape: CacheShape = ()
-
-
-class UnrotatedAttention(GroupedAttention):
-    """Grouped-query attention whose queries and keys know nothing of their places."""
-
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return both as they are."""
-        return query_USQD, key_USJD
 
 
 class MixerLayer(nn.Module):
@@ -182,7 +172,7 @@ class Model(DecoderModel):
             has_bias = config.use_conv_bias
             mixer: nn.Module = Mamba2(config.mamba, eps, least, dtype, has_conv_bias=has_bias)
         elif kind == "full_attention":
-            mixer = UnrotatedAttention(config, dtype)
+            mixer = GroupedAttention(config, dtype, turns=False)
         elif kind == "mlp":
             mixer = GatedMLP(config.hidden_size, config.intermediate_size, dtype, formula=RELU2)
         else:
@@ -226,15 +216,6 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
             rules += _expert_rules(theirs, ours + "moe.", has_latent=config.latent_size is not None)
     sizes = {"layer": config.num_hidden_layers, "expert": config.router.num_experts}
     return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
-
-
-def mamba_rules(theirs: str, ours: str, *, has_bias: bool) -> list[Rule]:
-    """Return the rules of a Mamba-2 memory, under transformers' names."""
-    plain = ("in_proj.weight", "out_proj.weight", "dt_bias", "A_log", "D")
-    renamed = {"norm.weight": "norm_weight", "conv1d.weight": "conv_weight"}
-    renamed |= {"conv1d.bias": "conv_bias"} if has_bias else {}
-    pairs = {**{name: name for name in plain}, **renamed}
-    return [Rule(theirs + old, ours + new, is_exact=old == "A_log") for old, new in pairs.items()]
 
 
 def _mlp_rules(theirs: str, ours: str) -> list[Rule]:

@@ -136,8 +136,7 @@ def weight_map(config: OlmoeConfig) -> WeightMap:
 
 def part_rules(config: OlmoeConfig) -> list[Rule]:
     """Return the rules of attention and experts."""
-    names = projection_names(has_bias=config.attention_bias)
-    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
     pair = mlp + "experts", moe + "expert_mlps.mlp_op"
     return [

@@ -208,8 +208,8 @@ def attention_rules(
         inputs: the input projections of linear attention.
     """
     if kind == "full_attention":
-        names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
-        return [Rule(theirs + name, ours + name) for name in (*names, "self_attn.k_norm.weight")]
+        names = projection_names(has_bias=False, has_norms=True)
+        return [Rule(theirs + name, ours + name) for name in names]
     source, target = theirs + "linear_attn.", ours + "self_attn."
     plain = [f"in_proj_{name}.weight" for name in inputs]
     return [

@@ -139,8 +139,7 @@ def softmax_router(config: Qwen3MoeConfig) -> Router:
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
-    projections = projection_names(has_bias=config.attention_bias)
-    rules = decoder_rules([*projections, "self_attn.q_norm.weight", "self_attn.k_norm.weight"])
+    rules = decoder_rules(projection_names(has_bias=config.attention_bias, has_norms=True))
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in sparse:
         mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."

@@ -8,24 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.biased_routing import (
+    BIASED,
     BiasedRoutingConfig,
+    BiasedRoutingModel,
     biased_routing_map,
-    build_feed_forward,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS
-from neuron_moe.moe import MoE
+from neuron_moe.models.weight_rules import projection_names
 
 ROPE_THETA, ROTATED_PART = 1000000.0, 1.0  # where config.json does not say
-BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,37 +36,29 @@ class SolarOpenConfig(BiasedRoutingConfig):
         """
         reader = ConfigReader.of_family(config, "solar_open")
         reader.require("use_qk_norm", False)
-        part = ROTATED_PART
+        reader.require("first_k_dense_replace", 0)
+        inner, part = reader.get("moe_intermediate_size", int), ROTATED_PART
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, default_part=part),
-            **read_feed_forward(reader, has_dense_layers=False),
+            **read_feed_forward(
+                reader, defaults={"first_k_dense_replace": 0, "intermediate_size": inner}
+            ),
         )
 
 
 Config = SolarOpenConfig
 
 
-class Model(DecoderModel):
+class Model(BiasedRoutingModel):
     """Solar-Open for generation."""
 
     config: SolarOpenConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention."""
-        return GroupedAttention(
-            self.config, dtype, bias=BIASED if self.config.attention_bias else ()
-        )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE."""
-        return build_feed_forward(self.config, layer, dtype, backend)
+    biased = BIASED
 
 
 def weight_map(config: SolarOpenConfig) -> WeightMap:
     """Map the published tensor names to ours."""
-    names = [f"{name}.weight" for name in PROJECTIONS]
-    if config.attention_bias:
-        names += [f"{name}.bias" for name in BIASED]
-    return biased_routing_map(config, [f"self_attn.{name}" for name in names])
+    names = projection_names(has_bias=config.attention_bias, biased=BIASED)
+    return biased_routing_map(config, names)

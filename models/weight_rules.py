@@ -13,10 +13,20 @@ _HEAD = "lm_head.weight"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def projection_names(*, has_bias: bool) -> list[str]:
-    """Return what follows `layers.N.` in the names of the attention's projections."""
-    kinds = ("weight", "bias") if has_bias else ("weight",)
-    return [f"self_attn.{name}.{kind}" for name in PROJECTIONS for kind in kinds]
+def projection_names(
+    *, has_bias: bool, has_norms: bool = False, biased: Sequence[str] = PROJECTIONS
+) -> list[str]:
+    """Return what follows `layers.N.` in the names of the attention's projections, and norms.
+
+    Args:
+        has_bias: those that are `biased` have a bias.
+        has_norms: queries and keys have one each.
+        biased: projections.
+    """
+    names = [f"{name}.weight" for name in PROJECTIONS]
+    names += [f"{name}.bias" for name in biased if has_bias]
+    names += ["q_norm.weight", "k_norm.weight"] if has_norms else []
+    return [f"self_attn.{name}" for name in names]
 
 
 def decoder_rules(

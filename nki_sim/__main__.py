@@ -5,6 +5,7 @@ or ``python -m nki_sim`` with the same words.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from nki_sim.lint import linter
 from nki_sim.options import VERSIONS, SimOptions
 from nki_sim.own_kernel import TIMES_ONLY, load_kernel, read_arguments, simulate
+from nki_sim.precedent import TABLE, Table, recording
 
 _ARGUMENTS: Final = """\
 Arguments of the kernel, each VALUE or NAME=VALUE: a tensor as 128x4096:bfloat16, an array as
@@ -29,12 +31,14 @@ def main(argv: list[str] | None = None) -> int:
         0; 1 where a kernel breaks a rule or the linter has an error; 2 for a wrong command.
     """
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["lint"]:
+    if words[:1] == ["lint"] and "--precedent" not in words:
         return linter.main(words[1:])
     if words[:1] == ["vendor-tests"]:
         return _vendor_tests(words[1:])
-    args = _parser().parse_args(words)
     try:
+        if words[:1] == ["lint"]:
+            return _precedent(_precedent_parser().parse_args(words[1:]))
+        args = _parser().parse_args(words)
         return _run(args) if args.command == "run" else _profile(args)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
@@ -83,10 +87,47 @@ def _parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("--picture", metavar="FILE.png", help="draw the engine lanes")
             command.add_argument("--perfetto", metavar="FILE.json", help="for ui.perfetto.dev")
-    commands.add_parser("lint", help="Check kernels against the NKI language.")
+    text = "Check kernels against the NKI language; with --precedent, against public kernels."
+    commands.add_parser("lint", help=text)
     text = "Run the tests of the vendor's kernel library on the simulator."
     commands.add_parser("vendor-tests", help=text)
     return parser
+
+
+def _precedent_parser() -> argparse.ArgumentParser:
+    """Return the parser of the form of `lint` that runs a kernel."""
+    text = (
+        "Run a kernel; list the uses of instructions that no public kernel shows or page documents."
+        " What is listed is not illegal: nobody showed that it compiles."
+    )
+    parser = argparse.ArgumentParser(
+        prog="nki-sim lint",
+        description=text,
+        epilog=_ARGUMENTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--precedent", dest="kernel", metavar="FILE.py:NAME", help="the function NAME of a file"
+    )
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
+    parser.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
+    parser.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
+    parser.add_argument("--nki", choices=VERSIONS, help="version of the language (default: 0.7)")
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, metavar="FILE", help="of uses (default: shipped)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
+    return parser
+
+
+def _precedent(args: argparse.Namespace) -> int:
+    table = Table.read(args.table)
+    with recording() as recorder:
+        _simulate(args, TIMES_ONLY)
+    sys.stdout.write("".join(f"{line}\n" for line in table.told(recorder)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(table.counts(recorder), indent=1) + "\n")
+    return 0
 
 
 def _simulate(args: argparse.Namespace, options: SimOptions) -> Any:

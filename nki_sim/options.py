@@ -52,6 +52,10 @@ class SimOptions:
         preempt: probability of a switch to another core before an instruction.
         seed: of the preemption.
         callers: keep with each instruction the three calls that led to its line; takes longer.
+        most_iterations: in mode "indices", how many iterations of an `nl.fori_loop` run at most,
+            for those who ask what a kernel issues, not how often: an iteration that issued other
+            instructions than the first would be refused. 0: all. What a shortened loop wrote is
+            unwritten after it, so that no address or bound comes from it.
     """
 
     nki: Version | None = None
@@ -72,6 +76,7 @@ class SimOptions:
     preempt: float = 0.0
     seed: int = 0
     callers: bool = False
+    most_iterations: int = 0
 
     def __post_init__(self) -> None:
         if self.nki not in (None, *VERSIONS):
@@ -82,6 +87,13 @@ class SimOptions:
                 raise ValueError(f'{name}={value!r}: must be {listed} or "{choices[-1]}".')
         if not 0 <= self.fill <= 255:
             raise ValueError(f"fill={self.fill}: must be a byte, 0 to 255.")
+        if self.most_iterations < 0:
+            raise ValueError(f"most_iterations={self.most_iterations}: must be 0 (all) or more.")
+        if self.most_iterations and self.uninitialized == "off":
+            raise ValueError(
+                f"most_iterations={self.most_iterations}: what a shortened loop wrote counts as"
+                ' unwritten, which uninitialized="off" does not see. Use "report".'
+            )
         if self.mx_headroom not in (0, 1):
             raise ValueError(f"mx_headroom={self.mx_headroom}: must be 0 or 1.")
         if not 0.0 <= self.preempt < 1.0:

@@ -14,6 +14,7 @@ shipped. "No public precedent" does not mean illegal: nobody showed that it work
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -328,7 +329,8 @@ class Recorder:
         self._seen.add(seen)
         engine = "" if row is None else tr.ENGINE_NAMES[row[tr.ENGINE]]
         place = Place(self._kernel, *core.trace.lines[line])
-        for use, levels in _aspects(op, engine, defaults, given, facts, core.loop_depth):
+        depth, is_shortened = core.loop_depth, bool(core.options.most_iterations)
+        for use, levels in _aspects(op, engine, defaults, given, facts, depth, is_shortened):
             self._note(use, levels, place)
 
     def ended(self, trace: tr.Trace) -> None:
@@ -374,6 +376,7 @@ def _aspects(
     given: Mapping[str, Any],
     facts: Any,
     depth: int,
+    is_shortened: bool,
 ) -> Iterator[tuple[Use, int]]:
     """Yield the uses of an instruction with their levels.
 
@@ -410,7 +413,7 @@ def _aspects(
         yield Use(who, "operator", f"{name} of {numbers}"), 0
     for name, item in tensors:
         yield _pattern(op, who, name, item)
-    for words in _transfer(facts, tensors, given, depth):
+    for words in _transfer(facts, tensors, given, depth, is_shortened):
         yield Use(op, "transfer", words), 0
     if depth:
         yield Use(who, "place", "in a dynamic loop"), depth
@@ -446,9 +449,13 @@ def _source(dynamic: Any) -> str:
 
 
 def _transfer(
-    facts: Any, tensors: Sequence[tuple[str, NkiTensor]], given: Mapping[str, Any], depth: int
+    facts: Any,
+    tensors: Sequence[tuple[str, NkiTensor]],
+    given: Mapping[str, Any],
+    depth: int,
+    is_shortened: bool,
 ) -> Iterator[str]:
-    """Yield how a DMA moves data, in words."""
+    """Yield how a DMA moves data, in words. Iterations that are left out may skip some indices."""
     if not isinstance(facts, tr.DmaFacts):
         return
     moved = dict.fromkeys(f"{n} by {t._dynamic.kind}" for n, t in tensors if t._dynamic is not None)
@@ -463,7 +470,8 @@ def _transfer(
         yield f"{facts.dge}{by}{', skip' if skips else ''}, in a dynamic loop"
     if skips:
         yield f"{facts.dge}{by}, skip"
-    if 0 < facts.skipped_rows < facts.indirect_rows:
+    may_skip = is_shortened and skips and depth and facts.indirect_rows > 1
+    if may_skip or 0 < facts.skipped_rows < facts.indirect_rows:
         yield f"{facts.dge}{by}, some indices out of range"
 
 
@@ -489,6 +497,8 @@ def _word(value: Any) -> str:
 
 # Dynamic loops.
 
+_Area = tuple[int, int, int, int]
+
 
 @dataclass
 class _Written:
@@ -499,6 +509,7 @@ class _Written:
     memory: tr.MemoryRange
     engine: int
     trips: tuple[tuple[int, int], ...]
+    area: _Area
     is_read: bool = False
 
 
@@ -538,8 +549,9 @@ def _loop_aspects(trace: tr.Trace) -> Iterator[tuple[Use, int, int]]:
         for memory in (trace.ranges[k] for k in writes):
             if trace.storages[memory.storage].space != tr.HBM:
                 known = walk.written[memory.storage]
-                known[:] = [one for one in known if not _covers(memory, one.memory)]
-                known.append(_Written(memory, row[tr.ENGINE], tuple(walk.trips)))
+                new = _Written(memory, row[tr.ENGINE], tuple(walk.trips), _area(memory))
+                known[:] = [one for one in known if not _covers(new, one)]
+                known.append(new)
     yield from _differing(list(walks.values()))
 
 
@@ -561,19 +573,23 @@ def _kept(
     walk: _Walk, engine: int, reads: Sequence[tr.MemoryRange], trace: tr.Trace
 ) -> Iterator[tuple[str, str]]:
     """Yield what an instruction reads of an earlier trip or of an earlier loop."""
-    now = dict(walk.trips)
+    now, trips = dict(walk.trips), tuple(walk.trips)
     for memory in reads:
+        written = walk.written.get(memory.storage)
+        if not written:
+            continue
         left = [_area(memory)]
-        for one in reversed(walk.written.get(memory.storage, ())):
-            if not _meet(memory, one.memory):
+        p0, p1, b0, b1 = left[0]
+        for one in reversed(written):
+            area = q0, q1, c0, c1 = one.area
+            if q0 >= p1 or p0 >= q1 or c0 >= b1 or b0 >= c1:
                 continue
-            one.is_read = one.is_read or one.trips == tuple(walk.trips)
-            area = _area(one.memory)
-            if not any(_overlap(part, area) for part in left):
+            one.is_read = one.is_read or one.trips == trips
+            if not left or not any(_overlap(part, area) for part in left):
                 continue  # written over since
             if not one.memory.dims or one.memory == memory:
                 left = [rest for part in left for rest in _minus(part, area)]
-            if not one.trips:
+            if not one.trips or one.trips == trips:
                 continue
             space = tr.SPACE_NAMES[trace.storages[memory.storage].space]
             by, to = tr.ENGINE_NAMES[one.engine], tr.ENGINE_NAMES[engine]
@@ -583,18 +599,6 @@ def _kept(
                 yield words, "from trip to trip"
             elif not any(loop in now for loop, _ in one.trips):
                 yield words, "from loop to loop"
-
-
-def _meet(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
-    return (
-        one.partition_start < other.partition_end
-        and other.partition_start < one.partition_end
-        and one.byte_start < other.byte_end
-        and other.byte_start < one.byte_end
-    )
-
-
-_Area = tuple[int, int, int, int]
 
 
 def _area(memory: tr.MemoryRange) -> _Area:
@@ -619,16 +623,13 @@ def _minus(area: _Area, taken: _Area) -> list[_Area]:
     return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
 
 
-def _covers(one: tr.MemoryRange, other: tr.MemoryRange) -> bool:
+def _covers(one: _Written, other: _Written) -> bool:
     """Say whether a range holds all of another; one with gaps holds only its like."""
-    if one.dims:
-        return one == other
-    return (
-        one.partition_start <= other.partition_start
-        and other.partition_end <= one.partition_end
-        and one.byte_start <= other.byte_start
-        and other.byte_end <= one.byte_end
-    )
+    if one.memory.dims:
+        return one.memory == other.memory
+    p0, p1, b0, b1 = one.area
+    q0, q1, c0, c1 = other.area
+    return p0 <= q0 and q1 <= p1 and b0 <= c0 and c1 <= b1
 
 
 def _differing(walks: Sequence[_Walk]) -> Iterator[tuple[Use, int, int]]:
@@ -744,6 +745,20 @@ class Table:
         shown["documentation"] = sum(bool(documented(use, levels)) for use, levels in most.items())
         missing = [asdict(one) for one in self.without(recorder)]
         return {"uses": len(most), "sources": shown, "without": missing}
+
+    def told(self, recorder: Recorder) -> list[str]:
+        """Return lines about a comparison: how many uses each source shows, and the others, each
+        with its first line and how many more it has.
+        """
+        report = self.counts(recorder)
+        known = ", ".join(f"{count} in {source}" for source, count in report["sources"].items())
+        lines = [f"{report['uses']} uses, with a precedent: {known}"]
+        missing = sorted(self.without(recorder), key=lambda one: one.what)
+        for what, found in itertools.groupby(missing, lambda one: one.what):
+            first, *others = found
+            more = f" and {len(others)} more" if others else ""
+            lines.append(f"{Path(first.file).name}:{first.line}{more} ({first.kernel}): {what}")
+        return lines
 
     def _tell(self, use: Use, levels: int) -> str:
         """Say what a use is, what public kernels have instead, and what is known of it."""

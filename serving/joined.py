@@ -1,10 +1,10 @@
 """A model as one graph of torch.compile: what lies around attention and experts is joined.
 
-Attention is vLLM's operator already, and so are dense projections where it computes them. Experts
-and packed projections become operators that a graph calls by number: they choose their form at run
-time. Norms, rotary embedding, routers and residuals around them become few kernels. There is a
-graph for prefill and one for decode, for any number of tokens, and one for a single token, into
-which a custom kernel for experts goes as it is.
+Attention is vLLM's operator already, and so are dense projections where it computes them. Experts,
+recurrences and packed projections become operators that a graph calls by number: they choose their
+form at run time. Norms, rotary embedding, routers and residuals around them become few kernels.
+There is a graph for prefill and one for decode, for any number of tokens, and one for a single
+token, into which a custom kernel for experts goes as it is.
 
 Letters: T tokens, H hidden, K choices, E experts.
 """
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from neuron_moe.experts import RoutedExperts
+from neuron_moe.models.attention import StateView
 from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.delta_net import Inputs, Recurrent
 from neuron_moe.models.dense_forms import PackedLinear
 from neuron_moe.moe import MoE
 from neuron_moe.plan import Plan, Step
@@ -31,6 +33,9 @@ from neuron_moe.weights.product_forms import FORMS, Compute
 _library: Any = torch.library.Library("neuron_moe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor rows, int number, int size) -> Tensor")
 _library.define("experts(Tensor rows, Tensor affinities, Tensor index, int number) -> Tensor")
+_library.define(
+    "recur(Tensor mixed, Tensor log_decay, Tensor rate, int number, int heads, int size) -> Tensor"
+)
 _INPUTS = ("ids_T", "places_T", "phase")  # of a graph
 _hidden: dict[int, Callable[..., Tensor]] = {}
 _numbers = itertools.count()
@@ -51,7 +56,19 @@ def _experts(rows: Tensor, affinities: Tensor, index: Tensor, number: int) -> Te
     return _hidden[number](rows, affinities, index)
 
 
+def _recur(
+    mixed: Tensor, log_decay: Tensor, rate: Tensor, number: int, heads: int, size: int
+) -> Tensor:
+    return _hidden[number](mixed, log_decay, rate)
+
+
+def _recur_fake(mixed: Tensor, _decay: Tensor, _rate: Tensor, _: int, *answer: int) -> Tensor:
+    return mixed.new_empty((*mixed.shape[:2], *answer), dtype=torch.float32)
+
+
 _library.impl("linear", _linear, "CPU")
+_library.impl("recur", _recur, "CPU")
+_library._register_fake("recur", _recur_fake)
 _library.impl("experts", _experts, "CPU")
 _library._register_fake("linear", lambda rows, _, size: rows.new_empty((*rows.shape[:-1], size)))
 _library._register_fake("experts", lambda rows, *_: torch.empty_like(rows, dtype=torch.float32))
@@ -144,6 +161,17 @@ def _hide_linear(linear: PackedLinear) -> None:
     linear.forward = forward  # type: ignore[method-assign]
 
 
+def _hide_recurrence(layer: Recurrent) -> None:
+    core, answer = layer.core, layer.answer
+    number = _hide(lambda *parts: core(layer, Inputs(*parts), None))
+
+    def recur(_layer: Recurrent, inputs: Inputs, _view: StateView | None) -> Tensor:
+        answered: Tensor = torch.ops.neuron_moe.recur(*inputs[:3], number, *answer)
+        return answered
+
+    layer.core = recur
+
+
 def _guards_of_inputs(guards: Sequence[Any]) -> list[bool]:
     """Say which conditions of a graph are looked at before each step: not those on the model.
 
@@ -209,4 +237,6 @@ def join(model: DecoderModel, compiler: str) -> Joined:
             _join_experts(module)
         elif isinstance(module, PackedLinear):
             _hide_linear(module)
+        elif isinstance(module, Recurrent):
+            _hide_recurrence(module)
     return Joined(model.forward_tokens, compiler)

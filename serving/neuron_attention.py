@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.models.attention import AttentionFacts, Reach, attend
-from neuron_moe.models.delta_net import GatedDeltaNet, Inputs, State, recur
+from neuron_moe.models.delta_net import GatedDeltaNet, Inputs
 
 MOST_OF_A_HEAD = 128  # numbers of a head, of the plugin's functions
 
@@ -190,16 +190,15 @@ def recur_pages(layer: GatedDeltaNet, inputs: Inputs, view: PagesView) -> Tensor
     ends = window[0] * window[1], memory[0] * memory[1] * memory[2]
     last, kept = rows_UF[:, : ends[0]], rows_UF[:, ends[0] : sum(ends)]
     last_UwC = last.reshape(-1, *window).to(inputs.mixed_USC.dtype)
-    state = State(last_UwC, kept.reshape(-1, *memory))
+    state = last_UwC, kept.reshape(-1, *memory)
     real_US = inputs.real_US
     if real_US is not None:  # padding comes last: it changes nothing if it is zero
         inputs = Inputs(*(part * real_US[..., None].to(part.dtype) for part in inputs[:3]))
-    out_USNV, new = recur(layer, inputs, state)
-    new_UwC = new.mixed_UwC
+    out_USNV, (new_UwC, memory_UNDV) = layer.recur(inputs, state)
     if real_US is not None:
         all_UXC = torch.cat((last_UwC, inputs.mixed_USC), dim=1)
         new_UwC = _rows_before(all_UXC, real_US.sum(1), window[0])
-    parts = [new_UwC.flatten(1).float(), new.memory_UNDV.flatten(1)]
+    parts = [new_UwC.flatten(1).float(), memory_UNDV.flatten(1)]
     filler = pages_PF.shape[1] - sum(ends)
     parts.append(pages_PF.new_zeros(page_U.shape[0], filler))
     nowhere = pages_PF.shape[0] - 1

@@ -25,10 +25,11 @@ from neuron_moe.serving.neuron_dense import VocabularyHead, cut_dense
 from neuron_moe.serving.neuron_weights import assign, parameter_loaders
 from neuron_moe.serving.options import (
     ARCHITECTURE,
-    HYBRID_ARCHITECTURE,
     NATIVE_ARCHITECTURE,
+    NATIVE_HYBRID_ARCHITECTURE,
     OPTIONS_KEY,
     ServingOptions,
+    text_places,
 )
 
 QUANTIZATIONS = (None, "bf16", "mxfp4")  # our reader decodes whatever a checkpoint holds
@@ -74,7 +75,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         vllm_config: object = None,
         prefix: str = "",
     ) -> None:
-        name = HYBRID_ARCHITECTURE if self.is_hybrid else NATIVE_ARCHITECTURE
+        name = NATIVE_HYBRID_ARCHITECTURE if self.is_hybrid else NATIVE_ARCHITECTURE
         if folder is None or options is None or vllm_config is not None:
             raise ValueError(
                 f"{name}{f' {prefix}' if prefix else ''}: is for vllm-neuron, which makes it by"
@@ -86,7 +87,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         attentions = self.model.attentions
         wanted = any(isinstance(each, GatedDeltaNet) for each in attentions)
         if wanted != self.is_hybrid:
-            other = HYBRID_ARCHITECTURE if wanted else NATIVE_ARCHITECTURE
+            other = NATIVE_HYBRID_ARCHITECTURE if wanted else NATIVE_ARCHITECTURE
             raise ValueError(
                 f"architectures: {name} is for models {'without' if wanted else 'with'} recurrent"
                 f" layers. Name {other} in --hf-overrides."
@@ -381,12 +382,7 @@ class NeuronMoeNativeHybridForCausalLM(NeuronMoeNativeForCausalLM):
         Raises:
             ValueError: there are images.
         """
-        if mm_features:
-            raise ValueError(
-                f"mm_features: {len(mm_features)} given, must be none; only the text model is"
-                ' served. Pass --limit-mm-per-prompt \'{"image": 0, "video": 0}\'.'
-            )
-        return torch.arange(len(input_tokens)).expand(3, -1).contiguous(), 0
+        return text_places(input_tokens, mm_features)
 
 
 def _are_pages(found: Sequence[tuple[Any, ...]], wanted: Sequence[tuple[Any, ...]]) -> bool:

@@ -3,7 +3,7 @@
 vLLM hands `additional_config` to models unread; ours is the part under OPTIONS_KEY.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ import torch
 
 from neuron_moe.errors import check_choice, check_positive_int, closest
 from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.delta_net import Recurrent
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import build_model
 from neuron_moe.parallel.config import ParallelConfig
@@ -21,8 +22,9 @@ from neuron_moe.weights.product_forms import FORMS, MEASURED
 from nki_kernels.common.formula import ExpertFormula
 
 ARCHITECTURE = "NeuronMoeForCausalLM"
+HYBRID_ARCHITECTURE = "NeuronMoeHybridForCausalLM"  # the same with recurrent layers
 NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
-HYBRID_ARCHITECTURE = "NeuronMoeNativeHybridForCausalLM"  # with recurrent layers
+NATIVE_HYBRID_ARCHITECTURE = "NeuronMoeNativeHybridForCausalLM"
 OPTIONS_KEY = "neuron_moe"
 VLLM_FORM = "vllm"  # of products: through its compiled kernel for experts
 BACKENDS = ("torch", "nki")
@@ -125,13 +127,45 @@ class ServingOptions:
         return ParallelConfig(tp=num_ranks // expert_ranks, ep=expert_ranks)
 
 
-def hf_overrides() -> dict[str, Any]:
+def hf_overrides(architecture: str = ARCHITECTURE) -> dict[str, Any]:
     """Return what the server must read in place of a checkpoint's config.json.
 
     Its own class of the architecture is passed by. Our reader decodes weights, so that the server
     must not expect codes.
+
+    Args:
+        architecture: HYBRID_ARCHITECTURE of models with recurrent layers.
     """
-    return {"architectures": [ARCHITECTURE], "quantization_config": {}}
+    return {"architectures": [architecture], "quantization_config": {}}
+
+
+def architecture_of(model: DecoderModel) -> str:
+    """Return the name of our class in vLLM that serves a model.
+
+    Raises:
+        ValueError: its layers keep nothing of each token.
+    """
+    recurrent = [isinstance(layer, Recurrent) for layer in model.attentions]
+    if not any(layer.cache_shape for layer in model.attentions):
+        raise ValueError(
+            f"layers: all {len(recurrent)} keep a state of each sequence, one must attend: vLLM"
+            " has no cache for this one. Generate with `neuron-moe generate`."
+        )
+    return HYBRID_ARCHITECTURE if any(recurrent) else ARCHITECTURE
+
+
+def text_places(token_ids: Sequence[int], images: Sequence[Any]) -> tuple[torch.Tensor, int]:
+    """Return the places of a prompt of text on three axes, and what to add in decode.
+
+    Raises:
+        ValueError: there are images.
+    """
+    if images:
+        raise ValueError(
+            f"mm_features: {len(images)} given, must be none; only the text model is"
+            ' served. Pass --limit-mm-per-prompt \'{"image": 0, "video": 0}\'.'
+        )
+    return torch.arange(len(token_ids)).expand(3, -1).contiguous(), 0
 
 
 def check_servable(model: DecoderModel, longest: int) -> None:
@@ -147,13 +181,7 @@ def check_servable(model: DecoderModel, longest: int) -> None:
             f"max_model_len={longest}: must be at most {limit}{reason}."
             f" Give --max-model-len {limit}."
         )
-    for layer, attention in enumerate(model.attentions):
-        if attention.reach is None:
-            raise ValueError(
-                f"layer {layer}: {type(attention).__name__} keeps a state of each sequence, must"
-                f" keep keys and values: {ARCHITECTURE} has no recurrent layers yet. Generate"
-                " with `neuron-moe generate`."
-            )
+    architecture_of(model)
 
 
 def check_product_form(model: DecoderModel, options: ServingOptions) -> None:
@@ -183,7 +211,8 @@ def block_size_of(model: DecoderModel) -> int:
     Raises:
         ValueError: no size fits.
     """
-    chunks = sorted({attention.reach.chunk or 0 for attention in model.attentions})
+    reaches = (attention.reach for attention in model.attentions)
+    chunks = sorted({reach.chunk or 0 for reach in reaches if reach is not None})
     for size in BLOCK_SIZES:
         if all(chunk % size == 0 for chunk in chunks):
             return size

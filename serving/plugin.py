@@ -4,15 +4,21 @@ import os
 from typing import Any
 
 from neuron_moe import nxd_compat
-from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
+from neuron_moe.serving.options import (
+    ARCHITECTURE,
+    HYBRID_ARCHITECTURE,
+    NATIVE_ARCHITECTURE,
+    NATIVE_HYBRID_ARCHITECTURE,
+)
 from neuron_moe.serving.switches import check_switches
 from neuron_moe.versions import check_version
 
+OURS = (ARCHITECTURE, HYBRID_ARCHITECTURE)
 CLASSES = {
-    ARCHITECTURE: f"neuron_moe.serving.vllm_model:{ARCHITECTURE}",
+    **{name: f"neuron_moe.serving.vllm_model:{name}" for name in OURS},
     **{
         name: f"neuron_moe.serving.neuron_model:{name}"
-        for name in (NATIVE_ARCHITECTURE, HYBRID_ARCHITECTURE)
+        for name in (NATIVE_ARCHITECTURE, NATIVE_HYBRID_ARCHITECTURE)
     },
 }
 
@@ -59,4 +65,5 @@ def register() -> None:
     for architecture, place in CLASSES.items():
         if architecture not in known:
             ModelRegistry.register_model(architecture, place)
-    MODELS_CONFIG_MAP[ARCHITECTURE] = OwnSettings
+    for architecture in OURS:
+        MODELS_CONFIG_MAP[architecture] = OwnSettings

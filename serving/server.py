@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,7 @@ import torch
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.delta_net import Recurrent, bytes_of
 from neuron_moe.models.loader import build_model
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.environment import server_environment
@@ -24,6 +26,7 @@ from neuron_moe.serving.options import (
     OPTIONS_KEY,
     PREFILL,
     ServingOptions,
+    architecture_of,
     block_size_of,
     check_product_form,
     check_servable,
@@ -119,7 +122,7 @@ class ServerSettings:
             if isinstance(experts, RoutedExperts):
                 layout.check_experts(experts.spec.num_experts, experts.spec.intermediate_size)
         check_product_form(model, self.options)
-        cache_bytes = (self.cache_mib or 0) << 20 or 8 * longest * _bytes_per_token(model)
+        cache_bytes = (self.cache_mib or 0) << 20 or 8 * _bytes_per_sequence(model, longest)
         values = {
             "model": str(self.folder),
             "served-model-name": self.name,
@@ -133,20 +136,31 @@ class ServerSettings:
             "shutdown-timeout": self.shutdown_timeout,
         }
         flags = [f"--{name}={value}" for name, value in values.items()]
-        return [*flags, *(self._flags_of_our_class() if self.uses_our_class else ())]
+        architecture = architecture_of(model)
+        return [*flags, *(self._flags_of_our_class(architecture) if self.uses_our_class else ())]
 
-    def _flags_of_our_class(self) -> tuple[str, ...]:
+    def _flags_of_our_class(self, architecture: str) -> tuple[str, ...]:
         """Return what chooses our class; a graph captured around it would freeze the phase."""
         options = json.dumps({OPTIONS_KEY: asdict(self.options)})
-        overrides = json.dumps(hf_overrides())
+        overrides = json.dumps(hf_overrides(architecture))
         return f"--hf-overrides={overrides}", f"--additional-config={options}", "--enforce-eager"
 
 
-def _bytes_per_token(model: DecoderModel) -> int:
-    """Return what vLLM's pages of all layers hold of a token."""
-    sizes = [attention.core_sizes(PREFILL) for attention in model.attentions]
-    numbers = sum(2 * each.kv_heads * each.key_size for each in sizes)  # keys, and as long values
-    return int(numbers * model.embed_tokens.weight.dtype.itemsize)
+def _bytes_per_sequence(model: DecoderModel, longest: int) -> int:
+    """Return what vLLM's pages of all layers hold of a sequence of `longest` tokens."""
+    dtype, layers = model.embed_tokens.weight.dtype, model.attentions
+    sizes = [each.core_sizes(PREFILL) for each in layers if each.cache_shape]
+    # Keys, and values as long.
+    of_token = [2 * each.kv_heads * each.key_size * dtype.itemsize for each in sizes]
+    states = [bytes_of(each.state_shapes, dtype) for each in layers if isinstance(each, Recurrent)]
+    if not states:
+        return longest * sum(of_token)
+    # A page of keys and values is as large as one of states. Three of these for each layer: two
+    # where prefixes are cached, one in reserve.
+    block = block_size_of(model) * max(of_token)
+    page = block * ceil(max(states) / block)
+    pages = ceil(longest * max(of_token) / page) * len(sizes) + 3 * len(states)
+    return pages * page
 
 
 def check_vllm() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from neuron_moe.serving.options import ARCHITECTURE, hf_overrides
+from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, hf_overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ SWITCHES = (
         "all2all_backend",
     ),
     *_plain("cache_config", False, "no two layers share a cache", "kv_sharing_fast_prefill"),
+    *_plain("cache_config", "auto", "our layers say what they keep", "mamba_cache_dtype"),
+    *_plain("cache_config", False, "our layers keep one state", "use_replayssm"),
     *_plain("offload_config.uva", 0, _STAYS, "cpu_offload_gb"),
     *_plain("offload_config.prefetch", 0, _STAYS, "offload_group_size"),
     *_plain("kernel_config", "auto", _PRODUCTS, "moe_backend", "linear_backend"),
@@ -175,6 +177,10 @@ def check_switches(config: Any) -> None:
         if value not in switch.taken:
             raise _refusal(switch.flag, value, switch.taken, switch.reason)
     speculation = config.speculative_config
+    is_hybrid = getattr(config.model_config, "architecture", "") == HYBRID_ARCHITECTURE
+    if speculation is not None and is_hybrid:
+        reason = "a recurrent layer's state cannot go back behind refused drafts"
+        raise _refusal("--speculative-config", speculation.method, (None,), reason)
     if speculation is not None and speculation.method not in _DRAFTS:
         reason = "drafts cannot read the states of our model"
         raise _refusal("--speculative-config, method", speculation.method, _DRAFTS, reason)

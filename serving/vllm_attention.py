@@ -12,8 +12,10 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 
 from neuron_moe.models.attention import AttentionFacts, CacheView
 from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.delta_net import Recurrent
 from neuron_moe.serving.heads import gather_columns, own_heads, ranks_of_heads
 from neuron_moe.serving.options import PREFILL, check_servable
+from neuron_moe.serving.vllm_states import StateCore
 
 
 class PagedCore:
@@ -23,7 +25,6 @@ class PagedCore:
 
     Args:
         attention: the module it computes for.
-        num_heads: Q.
         config: of the server.
         prefix: name of the layer, unique in the model.
 
@@ -31,10 +32,8 @@ class PagedCore:
         ValueError: the server has no attention of this kind.
     """
 
-    def __init__(
-        self, attention: AttentionFacts, num_heads: int, config: VllmConfig, prefix: str
-    ) -> None:
-        _, num_kv_heads, head_size, _ = attention.core_sizes(PREFILL)
+    def __init__(self, attention: AttentionFacts, config: VllmConfig, prefix: str) -> None:
+        num_heads, num_kv_heads, head_size, _ = attention.core_sizes(PREFILL)
         self.group = ranks_of_heads(num_heads, num_kv_heads)
         arguments: dict[str, Any] = {
             "num_heads": num_heads // self.group.size,
@@ -92,18 +91,16 @@ class PagedCore:
         return gather_columns(self.group, out.view(*leading, -1))
 
 
-def put_cores(model: DecoderModel, config: VllmConfig, prefix: str) -> list[PagedCore]:
-    """Put a paged core into every attention of a model.
+def put_cores(model: DecoderModel, config: VllmConfig, prefix: str) -> None:
+    """Put vLLM's pages into every layer of a model that keeps something.
 
     Raises:
-        ValueError: a layer keeps a state of each sequence instead of each token, or sequences are
-            longer than the model computes.
+        ValueError: vLLM has no cache for it, or sequences are longer than the model computes.
     """
     check_servable(model, config.model_config.max_model_len)
-    cores = []
     for layer, attention in enumerate(model.attentions):
         name = f"{prefix}.layers.{layer}.self_attn".lstrip(".")
-        core = PagedCore(attention, model.config.num_attention_heads, config, name)
-        attention.core = core
-        cores.append(core)
-    return cores
+        if isinstance(attention, Recurrent):
+            attention.core = StateCore(attention, config, model.embed_tokens.weight.dtype, name)
+        elif attention.cache_shape:
+            attention.core = PagedCore(attention, config, name)

@@ -3,6 +3,7 @@
 Letters: T tokens of all sequences in a step, H hidden, V vocabulary, n sequences.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from neuron_moe.backends.custom_kernels import register
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.loader import fill_model, settle_experts
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.joined import join
 from neuron_moe.serving.metrics import ServingCounters
-from neuron_moe.serving.options import VLLM_FORM, ServingOptions
+from neuron_moe.serving.options import VLLM_FORM, ServingOptions, architecture_of, hf_overrides
 from neuron_moe.serving.static_decode import capture_decode
-from neuron_moe.serving.vllm_attention import put_cores
+from neuron_moe.serving.vllm_attention import PagedCore, put_cores
 from neuron_moe.serving.vllm_kernel import VllmKernel
 from neuron_moe.serving.vllm_linear import can_take_linears, take_linears
+from neuron_moe.serving.vllm_states import HybridPages
 from neuron_moe.weights.product_forms import MEASURED
 
 
@@ -54,7 +57,8 @@ class NeuronMoeForCausalLM(nn.Module):
         dtype = vllm_config.model_config.dtype
         with set_default_torch_dtype(torch.float32):  # vLLM's is that of the model meanwhile
             self.model = self.options.build(self.folder, dtype)
-        self._cores = put_cores(self.model, vllm_config, prefix)
+        _check_class(type(self).__name__, self.model)
+        put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
         self._config = vllm_config
         self._forward_tokens: Callable[..., Tensor] = self.model.forward_tokens
@@ -74,14 +78,15 @@ class NeuronMoeForCausalLM(nn.Module):
 
         Args:
             input_ids: [T] token ids of all sequences.
-            positions: [T] int64, the place of each in its sequence.
+            positions: [T] int64, the place of each in its sequence, or [3, T].
             intermediate_tensors: of pipeline parallelism, which there is not.
             inputs_embeds: in place of token ids, which there is not.
         """
         phase = _phase()
         if self._counters is not None:
             self._counters.count_step(phase, input_ids.shape[0])
-        return self._forward_tokens(input_ids, positions, phase=phase)
+        places = positions[0] if positions.ndim > 1 else positions  # of text: three axes alike
+        return self._forward_tokens(input_ids, places, phase=phase)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return [n, V] of the last token of each sequence, [n, H]."""
@@ -99,8 +104,9 @@ class NeuronMoeForCausalLM(nn.Module):
             if self.options.graph_tokens is not None:
                 graphs = self.options.graph_tokens, self.options.graph_compiler
                 capture_decode(self.model, *graphs)
-        for core, attention in zip(self._cores, self.model.attentions, strict=True):
-            core.settle(attention)
+        for attention in self.model.attentions:
+            if isinstance(attention.core, PagedCore):
+                attention.core.settle(attention)
         # Every rank routes all tokens: one of them counts.
         if self.options.metrics and get_tensor_model_parallel_rank() == 0:
             self._counters = ServingCounters(self.model)
@@ -129,6 +135,19 @@ class NeuronMoeForCausalLM(nn.Module):
         self._forward_tokens = joined
 
 
+class NeuronMoeHybridForCausalLM(HybridPages, NeuronMoeForCausalLM):
+    """The same for models with recurrent layers."""
+
+
+def _check_class(name: str, model: DecoderModel) -> None:
+    """Raise ValueError where vLLM would give a model other pages than it needs."""
+    if name != (wanted := architecture_of(model)):
+        raise ValueError(
+            f"architectures: {name}, must be {wanted} for this checkpoint. Give"
+            f" --hf-overrides '{json.dumps(hf_overrides(wanted))}'."
+        )
+
+
 def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:
     """Build our groups from the ranks that vLLM has started."""
     parallel = config.parallel_config
@@ -149,5 +168,7 @@ def _phase() -> str:
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict):
         return "prefill"  # vLLM's warm-up
-    is_decode = all(layer.max_query_len == 1 for layer in metadata.values())
+    # Those of recurrent layers say it otherwise, and there is an attention beside them.
+    longest = [getattr(layer, "max_query_len", 1) for layer in metadata.values()]
+    is_decode = max(longest) == 1
     return "decode" if is_decode else "prefill"

@@ -159,7 +159,10 @@ class Parser(argparse.ArgumentParser):
         words = [word.partition("=")[0] for word in self._words if word.startswith("--")]
         known = list(self._option_string_actions)
         wrong = [word for word in words if not any(name.startswith(word) for name in known)]
-        super().error(". ".join([message, *(did_you_mean(word, known).strip() for word in wrong)]))
+        for word in wrong:
+            told = "" if word in message else f" {word} is unknown."
+            message = f"{message}.{told}{did_you_mean(word, known)}".rstrip(".")
+        super().error(message)
 
     def format_usage(self) -> str:
         """Return the command with what it must be given."""

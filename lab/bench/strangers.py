@@ -2,6 +2,7 @@
 
     python -m lab.bench.strangers --checkouts ~/src          # all of them in ~/src, by name
     python -m lab.bench.strangers --checkouts ~/src --write  # keep what came out
+    python -m lab.bench.strangers --checkouts ~/src --seconds 3600  # give each case an hour
 
 Each kernel runs unmodified, with every check that does not stop public kernels elsewhere (sums in
 PSUM that start without saying so are findings), on drawn inputs; what it returns is compared with a
@@ -16,6 +17,7 @@ import io
 import json
 import re
 import runpy
+import signal
 import sys
 import tempfile
 import types
@@ -24,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -98,8 +99,13 @@ def _cpu_for_device() -> Iterator[None]:
     modules[names[0]].__dict__["device"] = lambda: torch.device("cpu")
     modules[names[1]].__dict__["xla_model"] = modules[names[2]]
     modules[names[2]].__dict__["xla_device"] = lambda: torch.device("cpu")
-    with patch.dict(sys.modules, modules), redirect_stdout(io.StringIO()):
-        yield
+    sys.modules.update(modules)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:  # what else was imported stays: NumPy's compiled parts cannot be loaded twice
+        for name in names:
+            del sys.modules[name]
 
 
 def _run_script(case: dict[str, Any], root: Path) -> str:
@@ -131,18 +137,35 @@ def _run_harness(case: dict[str, Any], root: Path) -> str:
             raise RuntimeError(str(error).replace(f"{folder}/", "")) from error
 
 
-def run_case(case: dict[str, Any], checkouts: Path) -> str:
-    """Return how a case ends: right, runs, or what is wrong or refused in one sentence."""
+class _OutOfTimeError(BaseException):
+    """A case took longer than it may; no handler of theirs stops it."""
+
+
+def _stop(*_: Any) -> None:
+    raise _OutOfTimeError
+
+
+def run_case(case: dict[str, Any], checkouts: Path, seconds: float = 240.0) -> str:
+    """Return how a case ends: right, runs, or what is wrong or refused in one sentence.
+
+    Seconds are of this process's time on processors.
+    """
     root = (checkouts / case["source"]).resolve()
     sys.path[:0] = [str(checkouts / each) for each in case.get("path", [])]
+    before = signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         if "solution" in case:
             return _run_harness(case, root)
         return _run_kernel(case, root) if "kernel" in case else _run_script(case, root)
+    except _OutOfTimeError:
+        return "not run to its end: minutes of simulation a case"
     except Exception as error:  # noqa: BLE001  theirs may raise anything; the list keeps it
         text = re.sub(rf"{re.escape(str(root))}/", "", str(error))
         return f"refused: {text}"[:400]
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
         del sys.path[: len(case.get("path", []))]
 
 
@@ -152,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkouts", type=Path, required=True, help="folder of the repositories")
     parser.add_argument("--write", action="store_true", help="keep the outcomes in the list")
     parser.add_argument("-k", default="", help="only cases whose file or kernel has this in it")
+    parser.add_argument("--seconds", type=float, default=240.0, help="per case (default: 240)")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     content = json.loads(LIST.read_text())
@@ -160,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         name = f"{case['source']}/{case['file']}:{case.get('kernel', '')}"
         if args.k not in name:
             continue
-        outcome = run_case(case, args.checkouts.resolve())
+        outcome = run_case(case, args.checkouts.resolve(), args.seconds)
         changed += outcome != case.get("outcome")
         print(f"{name}\n    {outcome}", flush=True)
         case["outcome"] = outcome

@@ -1,12 +1,12 @@
-"""neuron-moe check precedent: which uses of instructions no public kernel shows.
+"""neuron-moe check precedent: which uses of instructions in our kernels no public kernel shows.
 
-    neuron-moe check precedent --json OUT
-    neuron-moe check precedent --kernel my.py:exp --args x=128x4096:bfloat16
+    neuron-moe check precedent --resume uses.jsonl --json OUT
     neuron-moe check precedent --library LIB --cases C --list L --write FILE
 
-Runs kernels on the simulator, ours or one of yours, and compares what they use with a table
-recorded of public kernels. What it lists is not illegal: nobody showed that it compiles. The
-third form records the table anew, of cases and of the library's own tests. Nothing is timed.
+Runs our kernels on the simulator and compares what they use with a table recorded of public
+kernels. What it lists is not illegal: nobody showed that it compiles. The second form records the
+table anew, of cases and of the library's own tests. Nothing is timed. A kernel of yours: `nki-sim
+lint --precedent FILE.py:NAME`.
 """
 
 from __future__ import annotations
@@ -14,59 +14,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 from lab.check.case_file import read_cases
-from lab.check.kernel_cases.decode_models import decode_model_cases
-from lab.check.kernel_cases.models import LAYERS, model_cases
-from lab.check.kernels import NO_LIMITS, sample
-from lab.check.kernels import run_case as run_ours
+from lab.check.our_uses import CHIP, UsesFile, record_ours
 from lab.check.vendor import run_case
 from lab.check.vendor_cases.case import Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
-from lab.chip.cases import SMALL
-from neuron_moe.backends.nki import features
-from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
-from neuron_moe.configs import config_names
-from neuron_moe.models.rank_layer import RankLayer
-from neuron_moe.plan import Step
+from neuron_moe.backends.nki.times import TIMES_ONLY
 from neuron_moe.spec import Tuning
-from neuron_moe.tools.models import read_model
 from neuron_moe.tools.parsers import Parser
-from neuron_moe.tools.timing.layers import MODELS, Model, choose_experts
-from neuron_moe.tools.timing.plans import experts_parts, in_stages, launches_of, plan_of
 from nki_sim import vendor_tests
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
-from nki_sim.precedent import TABLE, Missing, Place, Recorder, Table, Use, recording
+from nki_sim.precedent import TABLE, Table, recording
 
-CHIP: Final = "trn2"
-_TUNING: Final = Tuning()
-# Tokens of the steps of the published tables.
-_TOKENS: Final = {"decode": (1, 4, 16, 64, 128), "prefill": (128, 1024, 8192)}
-# Of `--quick`: model, ranks that split an expert, phase, tokens.
-_QUICK: Final = (
-    ("gpt_oss_120b", 8, "decode", 16),
-    ("gpt_oss_120b", 8, "prefill", 1024),
-    ("qwen3_30b_a3b", 8, "decode", 16),
-    ("qwen3_30b_a3b", 8, "prefill", 1024),
-    ("llama4_scout", 16, "decode", 4),
-    ("mixtral_8x7b", 8, "decode", 4),
-    ("deepseek_v3", 16, "decode", 16),
-)
-_MACS: Final = 5e9  # of a case of the open matrix, as `check kernels` has it
-_SPLITS: Final = ((8, 1), (1, 8))  # ranks that split an expert, and those that share experts
-_STEPS: Final = (("decode", 16), ("prefill", 512))  # of every published model
 # Kernels of the tutorials that are written for NKI 0.2 or later, and their arguments.
 _TUTORIALS: Final = "src/nki_samples/tutorials/matrix_multiplication"
 _PRODUCTS: Final = {
@@ -84,15 +54,17 @@ def main(argv: list[str] | None = None) -> int:
     if options.write is not None:
         _record(options)
         return 0
-    table = Table.read(options.table)
-    if options.kernel is None:
-        tuning = Tuning(features=options.features)
-        recorder = _in_processes(our_runs(tuning, is_quick=options.quick), options.jobs)
-    else:
-        with recording() as recorder:
-            _run_own(options.kernel, options.args, options.lnc)
-    report = table.counts(recorder)
-    _print(report["uses"], report["sources"], table.without(recorder))
+    table, tuning = Table.read(options.table), Tuning(features=options.features)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.resume or Path(folder, "uses.jsonl")
+        file = UsesFile(path, tuning, is_all=options.all)
+        total = record_ours(file, options.jobs, is_quick=options.quick)
+        recorder = file.recorder()
+        failed = {line["run"]: line["failed"] for line in file.lines() if line.get("failed")}
+    about = {"runs": total, "failed": failed, "launches": recorder.runs}
+    report = table.counts(recorder) | about
+    print(f"{total} runs, {len(failed)} failed; {recorder.runs} launches told something new")
+    print("\n".join(table.told(recorder)))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
@@ -100,11 +72,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("check precedent", __doc__)
-    parser.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of yours; default: ours")
-    parser.add_args_option()
-    parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of its launch")
     parser.add_features_option("what plans of our kernels may use")
-    parser.add_argument("--quick", action="store_true", help="ours: a few layers, one minute")
+    parser.add_argument("--quick", action="store_true", help="a few layers, one minute")
+    parser.add_argument("--all", action="store_true", help="also launches like earlier ones")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep launches here, and go on from it"
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
     parser.more.add_argument(
@@ -135,69 +108,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def our_runs(
-    tuning: Tuning = _TUNING, *, is_quick: bool = False
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names of runs of our kernels with plans of a tuning, and what runs each: layers of all
-    published models, cases of `chip check` and of the open matrix, experts of published tables.
-    """
-    layers: Iterable[tuple[str, int, int, str, int]] = (
-        (model, *split, *step) for model in config_names() for split in _SPLITS for step in _STEPS
-    )
-    if is_quick:
-        layers = ((model, tp, 1, phase, tokens) for model, tp, phase, tokens in _QUICK)
-    for model, tp, ep, phase, tokens in layers:
-        for in_one in (True, False):
-            form = "one launch" if in_one else "stages"
-            name = f"{model} TP{tp} EP{ep}, {phase} of {tokens}, {form}"
-            yield name, partial(_run_layer, model, tp, ep, phase, tokens, in_one, tuning)
-    matrix = (
-        [] if is_quick else [*model_cases(list(LAYERS), _MACS), *decode_model_cases(list(LAYERS))]
-    )
-    for case in (*SMALL, *sample(matrix)):
-        asked = {**case_params(tuning), **case.params}
-        yield case.id, partial(run_ours, replace(case, params=asked), NO_LIMITS)
-    if is_quick:
-        return
-    for experts, phase in itertools.product(MODELS, _TOKENS):
-        fp8 = "e5m2" if experts.name.startswith("gpt-oss") else "e4m3"
-        formats = ("bf16", fp8) if phase == "decode" else ("bf16",)
-        for tokens, weights, layout in itertools.product(
-            _TOKENS[phase], formats, ("plain", "packed")
-        ):
-            name = f"experts of {experts.name} TP{experts.tp}, {phase} of {tokens}, {weights}"
-            run = partial(_run_experts, experts, Step(phase, tokens), weights, layout, tuning)
-            yield f"{name} {layout}", run
-
-
-def case_params(tuning: Tuning) -> dict[str, str]:
-    """Return how the kernels of a case are to go about it, as parameters of the case."""
-    prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
-    return {"trips": prefill.trips, "sums": decode.sums}
-
-
-def _run_layer(
-    model: str, tp: int, ep: int, phase: str, tokens: int, in_one: bool, tuning: Tuning
-) -> None:
-    raw_config, _ = read_model(model)
-    layer = RankLayer(raw_config, model, tp=tp, ep=ep, backend="nki", tuning=tuning)
-    plan = layer.plan(phase, tokens, in_one=in_one)
-    options = replace(TIMES_ONLY, target=CHIP)
-    for _ in plan_runs(plan, routed_choices(plan), options=options):
-        pass  # who records has seen it
-
-
-def _run_experts(model: Model, step: Step, weights: str, layout: str, tuning: Tuning) -> None:
-    """Run the experts of a published row, in one launch and in stages."""
-    parts = experts_parts(model, step, layout=layout, weight_format=weights)
-    tuning = replace(parts.tuning, features=tuning.features)
-    plan = plan_of(replace(parts, tuning=tuning), step)
-    index_TK = choose_experts("skewed", step.tokens, model.E, model.K)
-    for each in (plan, in_stages(plan)) if plan.chosen().get("block_size") else (plan,):
-        for _ in launches_of(each, index_TK, replace(TIMES_ONLY, target=CHIP)):
-            pass
-
-
 def vendor_runs(
     library: VendorLibrary, cases: Path, tests: Path
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -219,25 +129,6 @@ def tutorial_runs(samples: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _run_own(place: str, words: Sequence[str], lnc: int | None = None) -> None:
     simulate(load_kernel(place), read_arguments(words), lnc, replace(TIMES_ONLY, target=CHIP))
-
-
-def _in_processes(runs: Iterator[tuple[str, Callable[[], Any]]], jobs: int) -> Recorder:
-    """Run all in so many processes; return what all of them used."""
-    together = Recorder()
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for uses, count in pool.map(_recorded, runs):
-            together.runs += count
-            for use, places in uses.items():
-                for place, levels in places.items():
-                    known = together.uses[use]
-                    known[place] = max(levels, known.get(place, 0))
-    return together
-
-
-def _recorded(run: tuple[str, Callable[[], Any]]) -> tuple[dict[Use, dict[Place, int]], int]:
-    with recording() as recorder:
-        _each(iter([run]))
-    return dict(recorder.uses), recorder.runs
 
 
 def _each(runs: Iterator[tuple[str, Callable[[], Any]]]) -> None:
@@ -278,14 +169,3 @@ def _version(checkout: Path) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
-
-
-def _print(uses: int, shown: dict[str, int], missing: list[Missing]) -> None:
-    """Print the uses without precedent, each with its first line and how many others it has."""
-    known = ", ".join(f"{count} in {source}" for source, count in shown.items())
-    print(f"{uses} uses, with a precedent: {known}")
-    by_what = itertools.groupby(sorted(missing, key=lambda one: one.what), lambda one: one.what)
-    for what, found in by_what:
-        first, *others = found
-        more = f" and {len(others)} more" if others else ""
-        print(f"{Path(first.file).name}:{first.line}{more} ({first.kernel}): {what}")

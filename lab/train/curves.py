@@ -3,7 +3,8 @@
     python -m lab.train.curves           # writes docs/results/train_curves.json and a picture
     python -m lab.train.curves --draw    # the picture again
 
-Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
+A way that --out already holds all steps of is not trained anew: a killed run goes on with the next
+one. Every run starts from the same weights and sees the same batches (`lab.train.train`): our model with
 save_percent 0 and 100, transformers' with its own experts, and with ours in their place.
 """
 
@@ -36,9 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draw", action="store_true", help="only the picture, from --out")
     args = parser.parse_args(argv)
     if not args.draw:
-        note = "measured on a CPU in float32 by: python -m lab.train.curves"
-        found = curves(args.steps)
-        args.out.write_text(condense({"note": note, "rate": _RATE, "losses": found}))
+        note = f"measured on a CPU in float32 by: python -m lab.train.curves --steps {args.steps}"
+        found = json.loads(args.out.read_text())["losses"] if args.out.is_file() else {}
+        for name in WAYS:
+            if len(found.get(name, ())) != args.steps:
+                found[name] = curve(name, args.steps)
+                args.out.write_text(condense({"note": note, "rate": _RATE, "losses": found}))
     losses = json.loads(args.out.read_text())["losses"]
     exact = losses["transformers"]
     for name, mine in losses.items():
@@ -71,15 +75,12 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
     figure.savefig(path)
 
 
-def curves(steps: int) -> dict[str, list[float]]:
-    """Return the loss of each step of every way to train."""
+def curve(name: str, steps: int) -> list[float]:
+    """Return the loss of each step of a way to train."""
     folder = checkpoint_folder(TINY_NAME)
     run = Run(folder=folder, texts=folder / "heldout.jsonl", out=folder, steps=steps, rate=_RATE)
     tokens = read_tokens(run.folder, run.texts)
-    return {
-        name: [round(loss, 7) for loss in _train(build(run), run, tokens)]
-        for name, build in WAYS.items()
-    }
+    return [round(loss, 7) for loss in _train(WAYS[name](run), run, tokens)]
 
 
 def _ours(save_percent: int) -> Callable[[Run], nn.Module]:

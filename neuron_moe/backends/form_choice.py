@@ -111,7 +111,7 @@ def packs_linear(weight_nk: Tensor) -> bool:
     """Say whether a dense projection is to be packed: faster in the mean, nowhere much slower."""
     if weight_nk.device.type != "cpu" or weight_nk.dtype not in PackedMatrices.DTYPES:
         return False
-    if not is_packing_available():
+    if not is_packing_available(weight_nk.dtype):
         return False
     times = linear_times(weight_nk)
     gains = [each["plain"] / each["packed"] for each in times.values()]

@@ -198,7 +198,8 @@ def _forms_here() -> list[str]:
 
 
 def _packed(plain: ExpertWeights) -> ExpertWeights | None:
-    if not is_packing_available() or plain.down_proj_EIH.dtype not in PackedMatrices.DTYPES:
+    dtype = plain.down_proj_EIH.dtype
+    if dtype not in PackedMatrices.DTYPES or not is_packing_available(dtype):
         return None
     return replace(
         plain,

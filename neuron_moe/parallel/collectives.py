@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
+from neuron_moe.device import is_exporting
 from neuron_moe.parallel.failure import describe_failure, note_collective
 from neuron_moe.parallel.xla import XlaCollectives, is_xla
 
@@ -206,8 +207,8 @@ def process_group_of(collectives: object) -> ProcessGroup | None:
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Say whether a gradient may flow back to x; captured graphs are for inference."""
-    return torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+    """Say whether a gradient may flow back to x; exported graphs are for inference."""
+    return torch.is_grad_enabled() and x.requires_grad and not is_exporting()
 
 
 def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Tensor:

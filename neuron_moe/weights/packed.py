@@ -8,6 +8,7 @@ the plain one (no second copy); it has no gradient.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,13 +20,23 @@ _ROWS_HINT = {torch.float32: 64, torch.bfloat16: 4}
 FEWEST_ROWS = 4  # fewer rows take a slower kernel than 4 on some machines (measured): pad there
 
 
-def is_packing_available() -> bool:
-    """Whether this build of torch has oneDNN's packed linear layer for the CPU."""
-    return bool(
+@cache
+def is_packing_available(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this build of torch has oneDNN's packed linear layer of a type for this CPU.
+
+    torch packs bfloat16 only where the processor has AVX-512 or converts bfloat16 itself.
+    """
+    if not (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    ):
+        return False
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(8, 8, dtype=dtype), _ROWS_HINT[dtype])
+    except RuntimeError:
+        return False
+    return True
 
 
 class PackedMatrices(Sequence[Tensor]):
@@ -38,14 +49,15 @@ class PackedMatrices(Sequence[Tensor]):
     DTYPES = (torch.float32, torch.bfloat16)
 
     def __init__(self, weight_Ekn: Tensor) -> None:
-        if not is_packing_available():
-            raise ValueError(
-                "pack_weights(): this build of torch has no oneDNN. Use the weights unpacked."
-            )
         if weight_Ekn.device.type != "cpu" or weight_Ekn.dtype not in self.DTYPES:
             raise ValueError(
                 f"pack_weights(): weights are {weight_Ekn.dtype} on {weight_Ekn.device}; must be"
                 " float32 or bfloat16 on the CPU. Move or cast the module first."
+            )
+        if not is_packing_available(weight_Ekn.dtype):
+            raise ValueError(
+                f"pack_weights(): torch and this processor have no packed {weight_Ekn.dtype}"
+                " products of oneDNN. Use the weights unpacked."
             )
         self.shape = weight_Ekn.shape
         self.dtype = weight_Ekn.dtype

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.formula import ExpertFormula, bounds_of
+from nki_kernels.common.formula import LEAKY_SLOPE, ExpertFormula, bounds_of
 
 Array = NDArray[Any]
 
@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.square(np.maximum(x, 0)),
+    "leaky_relu": lambda x: np.where(x < 0, LEAKY_SLOPE * x, x),
 }
 
 

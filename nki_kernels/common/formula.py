@@ -14,6 +14,7 @@ ROUTER_ACTIVATIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 EXPERT_ACTIVATIONS = (
     *("silu", "gelu", "gelu_tanh", "relu", "relu2", "leaky_relu", "sigmoid", "tanh"),
 )
+LEAKY_SLOPE = 0.01  # of leaky_relu below zero
 
 
 @dataclass(frozen=True)

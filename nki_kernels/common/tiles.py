@@ -13,7 +13,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import LEAKY_SLOPE, ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
 
@@ -178,6 +178,8 @@ def activation_function(activation: str) -> Any:
         return nl.gelu_apprx_tanh
     if activation == "relu" or activation == "relu2":  # squared by a product
         return nl.relu
+    if activation == "leaky_relu":  # finished by a maximum
+        return nl.copy
     if activation == "tanh":
         return nl.tanh
     return nl.sigmoid
@@ -190,8 +192,9 @@ def is_fused(formula: ExpertFormula) -> bool:
 
 
 def needs_product(formula: ExpertFormula) -> bool:
-    """Whether an activation is multiplied with its argument, or with itself."""
-    return formula.activation == "relu2" or (formula.gates_itself and not is_fused(formula))
+    """Whether what the Scalar engine makes of the gate is finished by a product."""
+    is_unfinished = formula.activation == "relu2" or formula.activation == "leaky_relu"
+    return is_unfinished or (formula.gates_itself and not is_fused(formula))
 
 
 def gate_function(formula: ExpertFormula) -> Any:
@@ -208,16 +211,26 @@ def finish_gate(
     source: nl.NkiTensor,
     activated_sb: nl.NkiTensor,
 ) -> None:
-    """Write what an activation is multiplied with: the gate, capped if it is, or itself.
+    """Multiply an activation with the gate, capped if it is, or with itself (relu2), or give its
+    negative part the slope of leaky_relu.
 
     Args:
-        formula: with `gates_itself` that is not fused, or relu2.
+        formula: of which `needs_product` is true.
         dst_sb: for the product.
         scratch_sb: may be `source`, which a cap overwrites.
         source: what was activated.
         activated_sb: act of it.
     """
-    if not formula.gates_itself:
+    if formula.activation == "leaky_relu":
+        nisa.scalar_tensor_tensor(
+            dst=dst_sb,
+            data=activated_sb,
+            op0=nl.multiply,
+            operand0=LEAKY_SLOPE,
+            op1=nl.maximum,
+            operand1=activated_sb,
+        )
+    elif not formula.gates_itself:
         nisa.tensor_tensor(dst=dst_sb, data1=activated_sb, data2=activated_sb, op=nl.multiply)
     elif formula.gate_softcap == 0.0:
         nisa.tensor_tensor(dst=dst_sb, data1=source, data2=activated_sb, op=nl.multiply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.formula import ExpertFormula, why_no_expert
+from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula, why_no_expert
 from nki_kernels.common.mx import is_mx_format
 from nki_kernels.common.tiles import needs_product
 from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES, WEIGHT_FORMATS
@@ -21,7 +21,6 @@ from nki_kernels.decode.config import (
 from nki_kernels.decode.fit import fit_decode
 
 _PLAIN, _AUTO = WeightForm(), DecodeRequest()
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 _SWIGLU_SCALES = (1.0, 1.702)  # what the Scalar engine has in one instruction
 _ALLOWED = {
     "mode": ("auto", "selective", "all"),
@@ -102,15 +101,16 @@ def make_decode_config(
 
 def why_not_decoded(formula: ExpertFormula) -> str:
     """Say why the decode kernels do not compute a formula; '' if they do."""
-    names = ("sigmoid",) if formula.gates_itself else _ACTIVATIONS
+    names = ("sigmoid",) if formula.gates_itself else EXPERT_ACTIVATIONS
     scales = _SWIGLU_SCALES if formula.gates_itself else (1.0,)
     if formula.has_gate and formula.activation in names and formula.scale in scales:
         return ""
     return (
         f"activation={formula.activation!r}, scale={formula.scale:g},"
         f" has_gate={formula.has_gate}, gates_itself={formula.gates_itself}: the decode kernel"
-        f" has gated experts with {', '.join(_ACTIVATIONS)} and scale 1, and gates_itself=True"
-        f" with sigmoid and scale {' or '.join(f'{scale:g}' for scale in _SWIGLU_SCALES)}."
+        f" has gated experts with {', '.join(EXPERT_ACTIVATIONS)} and scale 1, and"
+        " gates_itself=True with sigmoid and scale"
+        f" {' or '.join(f'{scale:g}' for scale in _SWIGLU_SCALES)}."
     )
 
 

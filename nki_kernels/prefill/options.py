@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 
 from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import PARTITIONS, chip_in_force
-from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of, why_no_expert
+from nki_kernels.common.formula import (
+    EXPERT_ACTIVATIONS,
+    ExpertFormula,
+    Limits,
+    bounds_of,
+    why_no_expert,
+)
 from nki_kernels.common.mx import is_mx_format, mx_chunks
 from nki_kernels.common.weight_formats import ITEM_BYTES, MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.common.work_tiles import Ints, WorkTileLists, list_work_tiles, live_tiles, sizes_of
@@ -31,11 +37,10 @@ from nki_kernels.prefill.fit import best_loop
 
 _EVEN_TILES = 2
 _PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 _ALLOWED = {
     "weight_format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
     "chip": ("trn2", "trn3"),
-    "activation": _ACTIVATIONS,
+    "activation": EXPERT_ACTIVATIONS,
     "scaling": ("none", "pre", "post"),
     "stores": ("tiles", "rows"),
     "fetches": ("copy", "dma"),

@@ -7,6 +7,7 @@ nothing else: times of a kernel come from its trace.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -125,15 +126,21 @@ def _sizes(
     """Return the row tiles of each work tile; a short last one is half of one, where they are
     told.
     """
-    largest, R = largest_work_tile_of(config), config.tile_rows
-    found = []
+    largest, R, tells = largest_work_tile_of(config), config.tile_rows, tells_short(config)
+    found: list[float] = []
     for tokens, tiles in zip(tokens_E.tolist(), tiles_E.tolist(), strict=True):
-        work_tiles = -(-tiles // largest)
-        sizes = [float(len(range(k, tiles, work_tiles))) for k in range(work_tiles)]
-        if tells_short(config) and sizes and sizes[-1] > 1 and 0 < tokens % R <= R // 2:
-            sizes[-1] -= 0.5
-        found += sizes
+        found += _sizes_of_one(tiles, largest, tells and 0 < tokens % R <= R // 2)
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes_of_one(tiles: int, largest: int, is_short: bool) -> tuple[float, ...]:
+    """Return the row tiles of each work tile of an expert with so many; the last may be short."""
+    work_tiles = -(-tiles // largest)
+    sizes = [float(len(range(k, tiles, work_tiles))) for k in range(work_tiles)]
+    if is_short and sizes and sizes[-1] > 1:
+        sizes[-1] -= 0.5
+    return tuple(sizes)
 
 
 def work_tile_ns(config: PrefillConfig, tiles: float, live_rows: float) -> float:

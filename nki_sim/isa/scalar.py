@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from nki_sim import dtypes
-from nki_sim import trace as tr
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version, reduce_cmd
 from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand
@@ -28,7 +28,10 @@ from nki_sim.isa._arithmetic import (
     result_array,
 )
 from nki_sim.isa._checks import (
+    ENGINE_IDS,
+    check_engine,
     check_generation,
+    check_gpsimd_memory,
     check_on_chip,
     check_same_elements,
     check_same_partitions,
@@ -90,6 +93,21 @@ def _check_range(core: Core, function: Activation, values: Array) -> None:
         )
 
 
+def _engine_id(core: Core, engine: Any, tensors: tuple[NkiTensor, ...], reduces: bool) -> int:
+    """Return the engine that activates: Scalar, or GpSimd where a kernel for gen4 asks for it.
+
+    GpSimd has no reduction registers (nki.isa.activation, NKI 0.7).
+    """
+    chosen = check_engine(core, engine, (Engine.scalar, Engine.gpsimd), Engine.scalar)
+    if chosen is Engine.gpsimd:
+        check_generation(core, nc_version.gen4, "engine gpsimd")
+        for k, tensor in enumerate(tensors):
+            check_gpsimd_memory((("dst", "data")[k] if k < 2 else "scalar operand", tensor))
+        if reduces:
+            raise IllegalOperand("engine", "scalar, which alone has reduction registers", "gpsimd")
+    return ENGINE_IDS[chosen]
+
+
 def _check_tiles(dst: NkiTensor, data: NkiTensor) -> None:
     check_on_chip(("dst", dst), ("data", data))
     check_same_partitions(("data", data), ("dst", dst))
@@ -110,14 +128,26 @@ def activation(
     reduce_op: Any = None,
     reduce_res: NkiTensor | None = None,
     reduce_cmd: Any = reduce_cmd.idle,
+    engine: Any = Engine.scalar,
     name: str | None = None,
 ) -> NkiInstruction:
     """Compute ``dst = op(data * scale + bias)`` in float32, with an optional running row sum.
 
-    (nki.isa.activation, NKI 0.6)
+    (nki.isa.activation, NKI 0.7)
     """
     return _activate(
-        core, "activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd, name
+        core,
+        "activation",
+        dst,
+        op,
+        data,
+        bias,
+        scale,
+        reduce_op,
+        reduce_res,
+        reduce_cmd,
+        engine,
+        name,
     )
 
 
@@ -135,7 +165,7 @@ def activation_reduce(
 ) -> NkiInstruction:
     """Compute `activation` and store the sum of each row in `reduce_res`.
 
-    (nki.isa.activation_reduce, NKI 0.6)
+    (nki.isa.activation_reduce, NKI 0.7)
     """
     if type(reduce_res) is not NkiTensor:
         raise IllegalOperand("reduce_res", "a tensor of shape (P, 1)", repr(reduce_res))
@@ -150,6 +180,7 @@ def activation_reduce(
         reduce_op,
         reduce_res,
         _RESET_REDUCE,
+        Engine.scalar,
         name,
     )
 
@@ -165,6 +196,7 @@ def _activate(
     reduce_op: Any,
     reduce_res: NkiTensor | None,
     command: Any,
+    engine: Any,
     name: str | None,
 ) -> NkiInstruction:
     # Constraints.
@@ -189,6 +221,8 @@ def _activate(
         if reduce_op is not None or command is not _IDLE:
             operator = reduction(core, "reduce_op", reduce_op, _REDUCTIONS)
         registers = accumulator(core, _SCALAR, operator, command, reduce_res, data)
+    tiles = tuple(value for value in (shift, factor) if type(value) is NkiTensor)
+    chosen = _engine_id(core, engine, (dst, data, *tiles), registers is not None)
 
     # Cost.
     facts = compute_facts(dst, (data,), function.name, reads_accumulator=reduce_res is not None)
@@ -212,8 +246,8 @@ def _activate(
         if registers is not None:
             registers.update(core, values.sum(axis=1, dtype=np.float32))
 
-    reads = (data, *[value for value in (shift, factor) if type(value) is NkiTensor])
-    return core.issue(instruction_name, tr.SCALAR, facts, (dst, *results), reads, meaning, name)
+    writes, reads = (dst, *results), (data, *tiles)
+    return core.issue(instruction_name, chosen, facts, writes, reads, meaning, name)
 
 
 @instruction
@@ -232,11 +266,12 @@ def activate2(
     reduce_op: Any = None,
     reduce_res: NkiTensor | None = None,
     reduce_cmd: Any = reduce_cmd.idle,
+    engine: Any = Engine.scalar,
     name: str | None = None,
 ) -> NkiInstruction:
     """Compute ``dst = op((data op0 imm0) op1 imm1)`` with an optional running reduction.
 
-    (nki.isa.activate2, NKI 0.6; gen4)
+    (nki.isa.activate2, NKI 0.7; gen4)
     """
     # Constraints.
     check_generation(core, nc_version.gen4, "activate2")
@@ -270,6 +305,8 @@ def activate2(
         if reduce_op is not None or reduce_cmd is not _IDLE:
             operator = reduction(core, "reduce_op", reduce_op, _REDUCTIONS_GEN4)
         registers = accumulator(core, _SCALAR, operator, reduce_cmd, reduce_res, data)
+    reads = (data, *tiles, *([slope] if type(slope) is NkiTensor else []))
+    chosen = _engine_id(core, engine, (dst, *reads), registers is not None)
 
     # Cost.
     label = function.name if function is not None else PARAMETRIC_ACTIVATION
@@ -289,5 +326,4 @@ def activate2(
         if registers is not None:
             registers.update(core, reduce_last(operator, values))
 
-    reads = (data, *tiles, *([slope] if type(slope) is NkiTensor else []))
-    return core.issue("activate2", tr.SCALAR, facts, (dst, *results), reads, meaning, name)
+    return core.issue("activate2", chosen, facts, (dst, *results), reads, meaning, name)

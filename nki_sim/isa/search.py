@@ -19,11 +19,24 @@ GROUP: Final = 16  # partitions of one GpSimd core
 
 
 def largest8(data_PF: Array) -> Array:
-    """The 8 largest values of each row in descending order, duplicates kept."""
+    """The 8 largest values of each row in descending order, duplicates kept.
+
+    NaN is above all, 0 above -0. The order is that of the bits: NumPy's order of floats leaves the
+    places of zeros and the kinds of NaN to the processor.
+    """
     columns = data_PF.shape[1]
-    top = np.partition(data_PF, columns - SLOTS, axis=1)[:, columns - SLOTS :]
+    missing = np.isnan(data_PF)
+    if missing.any():
+        data_PF = np.where(missing, np.float32(np.nan), data_PF)
+    keys = _order(data_PF.view(np.int32))
+    top = np.partition(keys, columns - SLOTS, axis=1)[:, columns - SLOTS :]
     top.sort(axis=1)
-    return np.ascontiguousarray(top[:, ::-1])
+    return _order(np.ascontiguousarray(top[:, ::-1])).view(np.float32)
+
+
+def _order(bits: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Make integers that are ordered like floats of their bits; twice gives them back."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def match8(data_PF: Array, vals_P8: Array, *, first_slot_first: bool) -> Array:

@@ -96,6 +96,9 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any], Any], step: int 
         loop.iteration()
         if body_fun(counter(value)) is not None:
             raise LanguageError("body_fun", "a body that returns nothing", "a returned value")
+        if loop.is_enough():
+            loop.forget()
+            break
     loop.end()
 
 

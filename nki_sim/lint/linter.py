@@ -503,7 +503,10 @@ def _print(lines: Iterable[object]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Lint the named files and print the findings."""
     parser = argparse.ArgumentParser(
-        prog="nki-sim lint", description="Check kernels against the NKI language."
+        prog="nki-sim lint",
+        description="Check kernels against the NKI language.",
+        epilog="nki-sim lint --precedent FILE.py:NAME ARGUMENT ... runs a kernel instead, and lists"
+        " which uses of instructions no public kernel shows; with --help it tells more.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.py", help="with kernels in it")
     parser.add_argument(

@@ -94,7 +94,13 @@ class Allocator(Program):
         alloc.trace_id = self.trace.add_storage(
             tr.Storage(space, core, self.rank, partitions, size, address, name)
         )
+        self._keep(alloc)
         return NkiTensor(sizes, dtype, alloc, region, name)
+
+    def _keep(self, alloc: Allocation) -> None:
+        """Let a shortened loop find what it wrote."""
+        if self.options.most_iterations:
+            self.machine.allocations[alloc.trace_id] = alloc
 
     def _track(self, alloc: Allocation) -> None:
         """Do not keep a mask of a big tensor in HBM that nobody asks for."""
@@ -128,6 +134,7 @@ class Allocator(Program):
         alloc.trace_id = self.trace.add_storage(
             tr.Storage(tr.HBM, -1, self.rank, 1, alloc.size_bytes, None, alloc.name)
         )
+        self._keep(alloc)
         if len(self.clock) > 1 and self.options.races != "off":
             alloc.shared_log = SharedLog(alloc)
             self.machine.shared_logs.append(alloc.shared_log)

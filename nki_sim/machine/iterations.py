@@ -64,6 +64,25 @@ class Body:
         self._is_complete = True
         return None
 
+    def is_seen(self) -> bool:
+        """Say whether this loop and every loop in it had an iteration to its end."""
+        inner = [item for item in self._items if isinstance(item, Body)]
+        return self._is_complete and all(item.is_seen() for item in inner)
+
+    def sets_register(self, level: int) -> bool:
+        """Say whether it writes a register made outside of the loop that stands so deep."""
+        for item in self._items:
+            if isinstance(item, Body):
+                if item.sets_register(level):
+                    return True
+            elif item.op.startswith("register") and item.operands:
+                name = item.operands[0][1]
+                if name == "carried register" or (
+                    isinstance(name, tuple) and name[0] == "register" and name[1][0] < level
+                ):
+                    return True
+        return False
+
     def inner(self, line: int) -> Body | None:
         """Return the body of a loop that begins in this iteration; None if the first has none."""
         if not self._is_complete:

@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from nki_sim import trace as tr
 from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.machine.iterations import Body, changing_names, describe, sign
+from nki_sim.machine.memory import Coverage
 from nki_sim.machine.registers import VirtualRegister
 from nki_sim.machine.system import PACKAGE_DIR, System
 from nki_sim.machine.tensor import NkiTensor
@@ -41,7 +44,7 @@ class Loop:
         iterations: how many began.
     """
 
-    __slots__ = ("_program", "_state", "_stuck", "body", "iterations", "key", "line")
+    __slots__ = ("_begin", "_program", "_state", "_stuck", "body", "iterations", "key", "line")
 
     def __init__(self, program: Program, line: int, key: Any = None) -> None:
         if program.no_reorder:
@@ -55,6 +58,7 @@ class Loop:
         self._state: dict[str, Any] = {}
         self._stuck = (0, 0)
         self.body = program.body_of(line)
+        self._begin = len(program.trace)
         self._mark("loop_begin", _BEGIN)
         program.loop_depth += 1
         program.open_loops.append(self)
@@ -87,6 +91,30 @@ class Loop:
                 instruction="while",
                 location=self._program.machine.location(self.line),
             )
+
+    def is_enough(self) -> bool:
+        """Say whether the options leave out the iterations that are still to come."""
+        at = self._program
+        most = at.options.most_iterations
+        if at.full or not most or self.iterations < most or not self.body.is_seen():
+            return False
+        return not self.body.sets_register(at.open_loops.index(self))
+
+    def forget(self) -> None:
+        """Take what the loop wrote for unwritten, as iterations that are left out write it, too."""
+        at = self._program
+        rows = at.trace.columns()[self._begin :]
+        operands, first = at.trace.operand_ids()
+        written: set[int] = set()
+        for number in np.flatnonzero((rows[:, tr.CORE] == at.id) & (rows[:, tr.RANK] == at.rank)):
+            place = self._begin + int(number)
+            ids = operands[first[place] + rows[number, tr.NUM_READS] : first[place + 1]]
+            written.update(at.trace.ranges[k].storage for k in ids.tolist())
+        for storage in written:
+            alloc = at.machine.allocations.get(storage)
+            if alloc is not None and alloc.known:
+                unit = alloc.dtype.itemsize
+                alloc.defined = Coverage(alloc.rows, alloc.pitch, unit)
 
     def end(self) -> None:
         """Note the end of the loop."""

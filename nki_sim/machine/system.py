@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from nki_sim import trace as tr
 from nki_sim.errors import NkiValidationError
@@ -104,6 +105,8 @@ class System:
         self._callers: dict[tuple[tuple[int, int], ...], tr.Callers] = {}
         self._codes: list[Any] = []
         self.dropped: dict[int, int] = {}
+        # By storage of the trace, while somebody has them.
+        self.allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
 
     def inputs(self) -> list[Allocation]:
         """Return the tensors that came from the caller."""

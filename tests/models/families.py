@@ -643,6 +643,101 @@ FAMILIES |= {
         variant="fused",
     ),
 }
+LFM2: dict[str, Any] = {
+    "head_dim": LEFT_OUT,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+FAMILIES |= {
+    "lfm2_moe": Family("lfm2_moe", LFM2),
+    # transformers lets the bias of padding in front reach the first tokens.
+    "lfm2_moe-biases": Family(
+        "lfm2_moe",
+        {
+            **LFM2,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "tie_word_embeddings": False,
+        },
+        pads_alike=False,
+    ),
+}
+TWO_ROPES = {
+    "sliding_attention": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+    },
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.5,
+    },
+}
+LAGUNA: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "num_attention_heads_per_layer": [4, 6, 6],
+}
+MIMO: dict[str, Any] = {
+    "v_head_dim": 8,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+        for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+    },
+}
+FAMILIES |= {
+    "laguna": Family("laguna", LAGUNA),
+    "laguna-elements": Family(
+        "laguna",
+        {
+            **LAGUNA,
+            "gating": "per-element",
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "moe_routed_scaling_factor": 2.5,
+            "num_attention_heads_per_layer": LEFT_OUT,
+            "rope_parameters": TWO_ROPES,
+        },
+    ),
+    "mimo_v2_flash": Family("mimo_v2_flash", MIMO),
+    "mimo_v2_flash-groups": Family(
+        "mimo_v2_flash",
+        {
+            **MIMO,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
+        },
+    ),
+}
 GEMMA4: dict[str, Any] = {
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
@@ -747,7 +842,8 @@ def names(
 
 
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
-EXACT = ("e_score_correction_bias", "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
+BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
+EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -767,7 +863,7 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
         exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(EXACT)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(BIASES):
                 tensor.data = torch.randn(tensor.shape) * 0.2
             elif name.endswith("layer_scalar"):
                 tensor.data.fill_(0.7)

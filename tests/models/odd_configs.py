@@ -34,9 +34,11 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("ernie4_5_moe", "dbrx", "qwen3_5_moe", "olmoe", "qwen2_moe", "solar_open", "hy_v3"),
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
-        *("flex_olmo", "afmoe", "mistral4", "gemma4_text", "kimi_linear"),
+        *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
+        "kimi_linear",
     )
 }
+BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = (
     "num_experts_per_tok",
@@ -89,7 +91,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear")
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 OLMO = ("olmoe", "flex_olmo")
-NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe")
+NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe", "lfm2_moe")
+ROPES = (
+    *("linear", "dynamic", "llama3", "theta"),
+    *("yarn", "yarn-of-the-context", "yarn-mscales"),
+)
 # What transformers does not run, or has no such key for.
 NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "mixtral": ("biases", "no-biases"),
@@ -103,15 +109,15 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "hunyuan_v1_moe": ("no-head-dim",),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
+    "mistral4": (*("one-expert", "one-kv-head", "few-words", *ROPES),),
+    "lfm2_moe": (
+        *("one-layer", "five-layers", "one-kv-head", "biases", "no-biases", "large-eps"),
+        *("gelu", "gelu-tanh", "relu"),
+    ),
     # With a rotary section for each kind of layer, and the activation under another key.
-    "gemma4_text": (
-        *("no-head-dim", "gelu", "gelu-tanh", "relu", "theta", "linear", "dynamic", "llama3"),
-        *("yarn", "yarn-of-the-context", "yarn-mscales"),
-    ),
-    "mistral4": (
-        *("one-expert", "one-kv-head", "few-words", "theta", "linear", "dynamic", "llama3"),
-        *("yarn", "yarn-of-the-context", "yarn-mscales"),
-    ),
+    "gemma4_text": (*(*ROPES, "no-head-dim", "gelu", "gelu-tanh", "relu"),),
+    "laguna": (*ROPES, "no-head-dim"),  # a section for each kind of layer
+    "mimo_v2_flash": (*ROPES, "no-head-dim", "one-expert", "one-kv-head", "all-kv-heads"),
 }
 
 

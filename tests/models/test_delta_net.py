@@ -14,9 +14,7 @@ from neuron_moe.models.delta_net import (
     DeltaNetSizes,
     GatedDeltaNet,
     Inputs,
-    State,
     convolve,
-    recur,
     recur_cached,
 )
 from neuron_moe.models.delta_rule import update, update_by_channel, update_in_chunks
@@ -110,7 +108,7 @@ def test_the_convolution_is_that_of_torch(net: GatedDeltaNet) -> None:
     out, kept = convolve(inputs, last, net.conv_weight)
     whole = torch.cat((last, inputs.mixed_USC), dim=1)
     mixed = F.conv1d(whole.transpose(1, 2), net.conv_weight, groups=sum(SIZES.parts))
-    torch.testing.assert_close(out, F.silu(mixed).transpose(1, 2))
+    torch.testing.assert_close(out, mixed.transpose(1, 2))
     assert torch.equal(kept, whole[:, -3:])
 
 
@@ -121,13 +119,13 @@ def test_padding_leaves_no_trace(net: GatedDeltaNet, where: str) -> None:
     gaps = {"left": range(4), "right": range(6, 9), "between": (2, 3, 6), "everywhere": range(9)}
     real[1, list(gaps[where])] = False
     first, second = inputs_of(5), inputs_of(9, real)
-    _, state = recur(net, first, None)
-    out, after = recur(net, second, state)
+    _, state = net.recur(first, net.empty_state(2, first.mixed_USC))
+    out, after = net.recur(second, state)
     for row in range(2):
-        alone = State(*(part[row : row + 1] for part in state))
+        alone = tuple(part[row : row + 1] for part in state)
         tokens = Inputs(*(part[row : row + 1, real[row]] for part in second[:3]))
         if real[row].any():
-            expected, alone = recur(net, tokens, alone)
+            expected, alone = net.recur(tokens, alone)
             torch.testing.assert_close(out[row : row + 1, real[row]], expected)
         for found, wanted in zip(after, alone, strict=True):
             torch.testing.assert_close(found[row : row + 1], wanted)
@@ -136,9 +134,10 @@ def test_padding_leaves_no_trace(net: GatedDeltaNet, where: str) -> None:
 @torch.no_grad()
 def test_the_state_in_the_cache_is_written_in_place(net: GatedDeltaNet) -> None:
     inputs = inputs_of(3)
-    tensors = tuple(net.empty_state(2, inputs.mixed_USC))
+    tensors = net.empty_state(2, inputs.mixed_USC)
     recur_cached(net, inputs, StateView(tensors))
-    for kept, made in zip(tensors, recur(net, inputs, None)[1], strict=True):
+    _, new = net.recur(inputs, net.empty_state(2, inputs.mixed_USC))
+    for kept, made in zip(tensors, new, strict=True):
         assert torch.equal(kept, made)
 
 

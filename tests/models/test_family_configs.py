@@ -221,7 +221,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "glm4-all-dense": (
         "glm4_moe",
         {"first_k_dense_replace": 3},
-        "first_k_dense_replace=3, num_nextn_predict_layers=0: must not be negative, and the",
+        "first_k_dense_replace=3: must not be negative, and below num_hidden_layers=3",
     ),
     "glm4-groups": ("glm4_moe", {"topk_group": 2}, "topk_group=2: must not exceed n_group=1"),
     "glm4-uneven-groups": ("glm4_moe", {"n_group": 3}, "n_group=3: num_experts=8 must split"),
@@ -339,6 +339,20 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "granite-shared": ("granitemoe", {"shared_intermediate_size": 8}, "unknown key shared_interm"),
     "flex-limit": ("flex_olmo", {"clip_qkv": 1.0}, "unknown key clip_qkv=1.0"),
     "afmoe-scores": ("afmoe", {"score_func": "softmax"}, "score_func='softmax': must be 'sigmoid'"),
+    "lfm2-layers": ("lfm2_moe", {"layer_types": ["conv"]}, r"layer_types=\['conv'\]: must name"),
+    "laguna-cap": ("laguna", {"moe_router_logit_softcapping": 30.0}, "softcapping=30.0: must be 0"),
+    "laguna-gate": ("laguna", {"gating": "per-layer"}, "gating='per-layer': must be one of"),
+    "laguna-heads": (
+        "laguna",
+        {"num_attention_heads_per_layer": [4, 3, 4]},
+        r"num_attention_heads_per_layer=\[4, 3, 4\]: must name num_hidden_layers=3 layers, each a",
+    ),
+    "mimo-rope": (
+        "mimo_v2_flash",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters: sliding_attention is missing",
+    ),
+    "mimo-scores": ("mimo_v2_flash", {"scoring_func": "softmax"}, "scoring_func='softmax': must"),
     "mistral4-scores": ("mistral4", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': must be"),
     "gemma4-dense": (
         "gemma4_text",
@@ -433,7 +447,7 @@ def read(name: str, changes: dict[str, Any]) -> Any:
         values = {"rms_norm_eps": 1e-6, **values}
     if name == "deepseek_v3":
         values = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, **values}
-    if "rope_parameters" not in values and name != "gemma4_text":
+    if "rope_parameters" not in values and name not in ("laguna", "gemma4_text"):
         values["rope_theta"] = 1e4
     if name.startswith("llama4"):
         values = {"use_qk_norm": True, **values, **changes}

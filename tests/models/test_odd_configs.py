@@ -24,6 +24,8 @@ REFUSED = {
     ("exaone_moe", "one-layer"),
     ("glm4_moe_lite", "one-layer"),
     ("afmoe", "one-layer"),
+    ("laguna", "one-layer"),
+    ("mimo_v2_flash", "one-layer"),
 }
 FEW = {  # a change, and the family that it is tried with in the default run
     "tied": "gpt_oss",

@@ -51,6 +51,16 @@ def test_declared_layers_are_left_out_whether_they_are_there_or_not(
     assert len(model.layers) == 3
 
 
+def test_mimos_layers_that_predict_are_left_out(tmp_path: Path) -> None:
+    write_checkpoint(FAMILIES["mimo_v2_flash"].config(), tmp_path, seed=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    block = "model.mtp.layers.0."
+    tensors |= {f"{block}{name}.weight": torch.ones(4, 4) for name in ("enorm", "eh_proj")}
+    tensors[block + "self_attn.attention_sink_bias"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert len(load_model(tmp_path).layers) == 3
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize(
     ("published", "layers", "declared", "match"),

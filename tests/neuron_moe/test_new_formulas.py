@@ -369,7 +369,7 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
 @pytest.mark.parametrize(
     ("formula", "top_k", "message"),
     [
-        (ExpertFormula("leaky_relu"), 2, "hidden_act='leaky_relu'"),
+        (ExpertFormula("silu", gates_itself=True), 2, "hidden_act='silu', gates_itself=True"),
         (ExpertFormula(), 33, "top_k=33: must be 1 to 32"),
     ],
 )

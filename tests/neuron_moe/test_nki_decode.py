@@ -238,7 +238,5 @@ def test_one_launch_that_was_asked_for_names_the_formula_it_lacks() -> None:
 
 def test_what_the_decode_kernel_cannot_do_is_refused() -> None:
     hidden = torch.randn(2, 1, H)
-    with torch.no_grad(), pytest.raises(ValueError, match="hidden_act='leaky_relu'"):
-        build("nki", {"hidden_act": "leaky_relu"}, {}, torch.bfloat16)(hidden.bfloat16())
     with torch.no_grad(), pytest.raises(ValueError, match=r"float32 must be bfloat16"):
         build("nki", GPT_OSS, {}, torch.float32)(hidden)

@@ -15,6 +15,7 @@ from neuron_moe.backends.nki.routed_plan import norm_of
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.plan import Forms, Step
 from neuron_moe.train.balance import update_selection_bias
+from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.prefill import matrix_shapes
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
@@ -207,8 +208,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "affinities are normalised after routing",
     ),
     "shared-activation": (
-        {"shared": {**SHARED, "hidden_act": "leaky_relu"}},
-        "activation='leaky_relu', scale=1",
+        {"shared": {**SHARED, "formula": ExpertFormula("gelu", scale=2.0)}},
+        "activation='gelu', scale=2",
     ),
 }
 

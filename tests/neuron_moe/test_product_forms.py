@@ -17,8 +17,15 @@ from neuron_moe.backends import custom_kernels, form_choice, form_times
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.plan import Step
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
-from neuron_moe.weights.packed import PackedMatrices
-from neuron_moe.weights.product_forms import BUCKETS, FORMS, Compute, ProductForms, bucket_of
+from neuron_moe.weights.packed import PackedMatrices, is_packing_available
+from neuron_moe.weights.product_forms import (
+    BUCKETS,
+    FORMS,
+    PACKED_FORMS,
+    Compute,
+    ProductForms,
+    bucket_of,
+)
 
 EXPERTS, TOP_K, HIDDEN, INNER = 16, 4, 64, 48
 
@@ -90,11 +97,25 @@ def test_every_form_computes_the_formula(
 @pytest.mark.parametrize("form", form_times._forms_here())
 def test_bfloat16_differs_between_forms_by_rounding_alone(form: str) -> None:
     layer, hidden_TH = build(torch.bfloat16), torch.randn(9, HIDDEN).bfloat16()
+    if form in PACKED_FORMS and not is_packing_available(torch.bfloat16):
+        with pytest.raises(ValueError, match=r"this processor have no packed torch\.bfloat16"):
+            layer.settle_forms(form)
+        return
     chosen = routing(9)
     plain = chosen_experts(hidden_TH, chosen, layer.weights(), "plain")
     layer.settle_forms(form)
     out_TH = chosen_experts(hidden_TH, chosen, layer.weights())
     assert float((out_TH - plain).abs().max()) <= 0.02 * float(plain.abs().max())
+
+
+def test_weights_of_a_type_that_the_processor_cannot_pack_stay_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (form_choice, form_times):
+        monkeypatch.setattr(module, "is_packing_available", lambda dtype: dtype is torch.float32)
+    weights = build(torch.bfloat16).weights()
+    assert form_times._packed(weights) is None
+    assert not form_choice.packs_linear(weights.down_proj_EIH[0])
 
 
 def test_a_fixed_form_holds_for_every_step_and_is_told() -> None:

@@ -1,13 +1,13 @@
 """NxD's own unit tests of modules/moe, with NxD's names or with ours in their place.
 
-    git clone https://github.com/aws-neuron/neuronx-distributed; pip install parameterized
-    PYTHONPATH=neuronx-distributed/src python -m tests.nxd.unit_tests [--ours] [PYTEST OPTIONS]
+    python -m tests.nxd.unit_tests [--ours] [PYTEST OPTIONS]
 
-The tests are run unchanged, from the clone, in one process: gloo stands for the group of XLA, the
-closed packages are stood in for, and each test takes one iteration in place of ten. With --ours
-each class of NxD's files that this package has too is ours while the tests are imported. Prints
-what became of each test, and last, one line of JSON: the numbers of those that passed, in the order
-of collection. unit_tests.json has those that do not, with reasons.
+in the environment of docs/nxdi.md, without pytest-mock. The tests are run unchanged, from the
+clone, in one process: gloo stands for the group of XLA, the closed packages are stood in for, and
+each test takes one iteration in place of ten. With --ours each class of NxD's files that this
+package has too is ours while the tests are imported. Prints what became of each test, and last, one
+line of JSON: the numbers of those that passed, in the order of collection. unit_tests.json has
+those that do not, with reasons.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Results:
 
     def __init__(self) -> None:
         self.passed: set[int] = set()
-        self.failed: set[int] = set()
+        self.failed: dict[int, str] = {}
         self.names: dict[str, str] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -98,10 +98,13 @@ class Results:
         name = self.names[report.nodeid]
         number = int(name.partition(":")[0])
         if report.failed:
-            self.failed.add(number)
             why = str(report.longrepr).strip().splitlines()[-1][-200:]
-            print(f"failed {name}: {why}", file=sys.__stdout__, flush=True)
-        elif report.when == "call" and report.passed:
+            self.failed.setdefault(number, why)
+        if type(report) is not pytest.TestReport or not (report.failed or report.when == "call"):
+            return  # a subtest's: until the test ends pytest keeps what is printed
+        if number in self.failed:
+            print(f"failed {name}: {self.failed[number]}", file=sys.__stdout__, flush=True)
+        elif report.passed:
             self.passed.add(number)
             print(f"passed {name}", file=sys.__stdout__, flush=True)
 
@@ -123,7 +126,7 @@ def main(argv: list[str]) -> int:
             pytest.main([*own, *options], plugins=[results])
     if not results.passed and not results.failed:
         sys.stdout.write(said.getvalue())
-    sys.stdout.write(json.dumps({"passed": sorted(results.passed - results.failed)}) + "\n")
+    sys.stdout.write(json.dumps({"passed": sorted(results.passed - results.failed.keys())}) + "\n")
     return 0
 
 

@@ -33,7 +33,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             ("collectives", "launch", "provide", "testing", "own_kernel", "pytest_plugin"),
             _SIM_TOP,
         ),
-        "__main__": _SIM_TOP | {"lint", "own_kernel", "vendor_tests"},
+        "__main__": _SIM_TOP | {"lint", "own_kernel", "precedent", "vendor_tests"},
         "precedent": _SIM_BASE | {"machine", "isa"},
         "neuron_dtypes": {"dtypes"},
         "vendor_library": _SIM_BASE,

@@ -24,7 +24,10 @@ OWN_SIZES = {
     # Their heads are what that divides.
     **{
         name: {"num_attention_heads": 2}
-        for name in ("dbrx", "olmoe", "qwen2_moe", "granitemoe", "granitemoeshared", "flex_olmo")
+        for name in (
+            *("dbrx", "olmoe", "qwen2_moe", "granitemoe", "granitemoeshared", "flex_olmo"),
+            *("granitemoehybrid", "lfm2_moe"),
+        )
     },
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
     "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
@@ -59,8 +62,12 @@ OTHERS = (
     "mistral4",
     "minimax_m3_vl_text",
     "longcat_flash",
+    "laguna",
+    "mimo_v2_flash",
     "gemma4_text",
 )
+# With layers that keep a state of each sequence.
+RECURRENT = ("qwen3_5_moe", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2_moe")
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
@@ -101,9 +108,9 @@ def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:
 
 
 @cache
-def asked(folder: Path) -> tuple[Tokens, Tokens]:
+def asked(folder: Path, alone: int = 20, sharing: int = 12) -> tuple[Tokens, Tokens]:
     """Return prompts and what our own `generate` answers to each."""
-    prompts = prompts_of(folder)
+    prompts = prompts_of(folder, alone, sharing)
     return prompts, own_tokens(folder, prompts, MAX_TOKENS)
 
 

@@ -1,9 +1,10 @@
 """Runs of vLLM in a process of its own: `python offline.py REQUESTS.json ANSWERS.json`.
 
-Each request has `model`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's LLM), `passes`,
-how often the prompts are sent, and perhaps `registrations` (of the plugin, beside vLLM's own one)
-and `stale_sinks`. Each answer has the `tokens` of each pass, or the `error`. Workers of several
-ranks are spawned, which needs the main guard.
+Each request has `model`, `architecture`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's
+LLM), `passes`, how often the prompts are sent, and perhaps `registrations` (of the plugin, beside
+vLLM's own one), `stale_sinks` and `counts`. Each answer has the `tokens` of each pass, and how many
+tokens of prompts were `cached` where that `counts`, or the `error`.
+Workers of several ranks are spawned, which needs the main guard.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     sinks = _sinks_of_the_constructor() if request.get("stale_sinks") else contextlib.nullcontext()
     try:
         with sinks:
-            return {"tokens": _generate(request)}
+            tokens, cached = _generate(request)
+            return {"tokens": tokens} | ({"cached": cached} if request.get("counts") else {})
     except Exception as error:  # noqa: BLE001  the test judges
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -35,8 +37,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
 
 
-def _generate(request: dict[str, Any]) -> list[list[list[int]]]:
-    """Return the new tokens of each prompt of each pass."""
+def _generate(request: dict[str, Any]) -> tuple[list[list[list[int]]], int]:
+    """Return the new tokens of each prompt of each pass, and how many of prompts were cached."""
     from vllm import LLM, SamplingParams
 
     settings: dict[str, Any] = {
@@ -46,7 +48,7 @@ def _generate(request: dict[str, Any]) -> list[list[list[int]]]:
         "max_num_seqs": 32,
         "kv_cache_memory_bytes": 128 << 20,
         "disable_log_stats": True,
-        "hf_overrides": hf_overrides(),
+        "hf_overrides": hf_overrides(request["architecture"]),
         **request["settings"],
     }
     llm = LLM(request["model"], **settings)
@@ -54,12 +56,13 @@ def _generate(request: dict[str, Any]) -> list[list[list[int]]]:
         temperature=0, ignore_eos=True, detokenize=False, max_tokens=request["max_tokens"]
     )
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-    passes = []
+    passes, cached = [], 0
     for _ in range(request["passes"]):
         outputs = llm.generate(prompts, options, use_tqdm=False)
+        cached += sum(output.num_cached_tokens or 0 for output in outputs)
         passes.append([list(output.outputs[0].token_ids) for output in outputs])
     llm.llm_engine.engine_core.shutdown()
-    return passes
+    return passes, cached
 
 
 @contextlib.contextmanager

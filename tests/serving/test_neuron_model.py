@@ -23,7 +23,7 @@ from neuron_moe.serving.neuron_model import (
     NeuronMoeNativeHybridForCausalLM,
 )
 from neuron_moe.serving.neuron_weights import parameter_loaders
-from neuron_moe.serving.options import HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
+from neuron_moe.serving.options import NATIVE_ARCHITECTURE, NATIVE_HYBRID_ARCHITECTURE
 from neuron_moe.sharded.sharding import sharding_of
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
@@ -191,7 +191,7 @@ def test_a_name_that_is_no_folder_is_refused() -> None:
     ("kind", "name", "words"),
     [
         (NeuronMoeNativeForCausalLM, "deepseek_v3", "must keep keys and values of one size"),
-        (NeuronMoeNativeForCausalLM, "qwen3_5_moe", f"Name {HYBRID_ARCHITECTURE} in"),
+        (NeuronMoeNativeForCausalLM, "qwen3_5_moe", f"Name {NATIVE_HYBRID_ARCHITECTURE} in"),
         (NeuronMoeNativeHybridForCausalLM, SMALL, f"Name {NATIVE_ARCHITECTURE} in"),
     ],
 )

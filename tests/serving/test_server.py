@@ -22,9 +22,11 @@ from neuron_moe.serving.environment import server_environment
 from neuron_moe.serving.lifetime import running
 from neuron_moe.serving.options import (
     ARCHITECTURE,
+    HYBRID_ARCHITECTURE,
     OPTIONS_KEY,
     VLLM_FORM,
     ServingOptions,
+    architecture_of,
     block_size_of,
     hf_overrides,
 )
@@ -40,7 +42,7 @@ from neuron_moe.serving.server import (
 from neuron_moe.serving.vllm_server import REFUSED
 from neuron_moe.tools import cli
 from tests.models.families import FAMILIES
-from tests.serving.conftest import FIRST, OTHERS, Folders
+from tests.serving.conftest import FIRST, OTHERS, RECURRENT, Folders
 
 CONFIG = "vllm.model_executor.models.config"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -85,19 +87,29 @@ def test_blocks_divide_the_chunks_of_attention(folder_of: Folders) -> None:
         block_size_of(tiny)
 
 
-def test_recurrent_layers_are_refused_before_vllm_starts(folder_of: Folders) -> None:
-    with pytest.raises(ValueError, match="no recurrent layers yet"):
-        _settings(folder=folder_of("qwen3_5_moe")).arguments()
+def test_recurrent_layers_get_a_class_and_a_cache_of_their_own(folder_of: Folders) -> None:
+    arguments = _settings(folder=folder_of("qwen3_5_moe"), max_model_len=64).arguments()
+    flags = dict(each.removeprefix("--").split("=", 1) for each in arguments if "=" in each)
+    assert json.loads(flags["hf-overrides"]) == hf_overrides(HYBRID_ARCHITECTURE)
+    # Pages of 128 tokens, 2 heads of 32 keys and values in bf16: one for the layer that attends,
+    # three for each of those that keep states of fewer bytes.
+    assert int(flags["kv-cache-memory-bytes"]) == 8 * (1 + 3 * 3) * 128 * 2 * 2 * 32 * 2
 
 
-def test_every_family_but_the_recurrent_ones_runs_inside_vllm_in_the_tests() -> None:
-    types = [FAMILIES[name].model_type for name in (*FIRST, *OTHERS) if name != TINY_NAME]
+def test_a_model_whose_layers_all_keep_states_is_refused(folder_of: Folders) -> None:
+    model: Any = build_model(folder_of("granitemoehybrid"))
+    for layer in model.attentions:
+        layer.cache_shape = ()
+    with pytest.raises(ValueError, match="all 3 keep a state of each sequence, one must attend"):
+        architecture_of(model)
+
+
+def test_every_family_runs_inside_vllm_in_the_tests() -> None:
+    names = [name for name in (*FIRST, *OTHERS, *RECURRENT) if name != TINY_NAME]
+    types = [FAMILIES[name].model_type for name in names]
     run = {find_model_file(each).__name__ for each in ("gpt_oss", *types)}
     every = {find_model_file(each).__name__ for each in model_types()}
-    recurrent = {
-        find_model_file(name).__name__ for name in ("qwen3_5_moe", "qwen3_next", "nemotron_h")
-    }
-    assert every - run == recurrent
+    assert every == run
 
 
 def test_vllms_kernel_is_refused_for_experts_it_cannot_compute(folder_of: Folders) -> None:
@@ -147,7 +159,7 @@ def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     register()
     assert installed == ["nki"]
     assert known == CLASSES
-    assert settings == {ARCHITECTURE: OwnSettings}
+    assert settings == dict.fromkeys((ARCHITECTURE, HYBRID_ARCHITECTURE), OwnSettings)
     for place in known.values():
         name, _, of_class = place.partition(":")
         if "vllm_model" not in name:  # imports vLLM

@@ -14,7 +14,7 @@ import pytest
 
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.serving.environment import server_environment
-from neuron_moe.serving.options import hf_overrides
+from neuron_moe.serving.options import HYBRID_ARCHITECTURE, hf_overrides
 from neuron_moe.serving.plugin import OwnSettings
 from neuron_moe.serving.server import ServerSettings
 from neuron_moe.serving.switches import SETTLED, SWITCHES, check_settled, check_switches, flag
@@ -48,6 +48,8 @@ REFUSED = {
     "enable_ep_weight_filter": ["--enable-ep-weight-filter"],
     "all2all_backend": ["--all2all-backend=deepep_low_latency"],
     "kv_sharing_fast_prefill": ["--kv-sharing-fast-prefill"],
+    "mamba_cache_dtype": ["--mamba-cache-dtype=float32"],
+    "use_replayssm": ["--use-replayssm"],
     "cpu_offload_gb": ["--cpu-offload-gb=1"],
     "offload_group_size": ["--offload-group-size=2"],
     "moe_backend": ["--moe-backend=triton"],
@@ -144,9 +146,9 @@ TAKEN = {
         worker_extension_cls enable_fault_tolerance fault_tolerance_config""",
     "CacheConfig": """block_size gpu_memory_utilization kv_cache_dtype num_gpu_blocks_override
         enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval
-        kv_cache_dtype_skip_layers swa_bounded_replay mamba_cache_dtype mamba_ssm_cache_dtype
+        kv_cache_dtype_skip_layers swa_bounded_replay mamba_ssm_cache_dtype
         mamba_block_size prefix_match_unit mamba_cache_mode enable_mamba_shared_prefix_checkpoint
-        replayssm_buffer_len use_replayssm kv_offloading_size kv_offloading_backend""",
+        replayssm_buffer_len kv_offloading_size kv_offloading_backend""",
     "OffloadConfig": """offload_backend cpu_offload_params offload_num_in_group
         offload_prefetch_step offload_params""",
     "CompilationConfig": "cudagraph_capture_sizes max_cudagraph_capture_size",
@@ -218,6 +220,13 @@ def test_what_would_change_vllms_idea_of_the_model_is_refused(
 def test_ngrams_and_a_function_as_overrides_are_taken() -> None:
     check_switches(_config(speculative_config=SimpleNamespace(method="ngram")))
     check_switches(_config(**{"model_config.hf_overrides": lambda config: config}))
+
+
+def test_drafts_are_refused_where_a_state_cannot_go_back() -> None:
+    speculation = SimpleNamespace(method="ngram")
+    places = {"model_config.architecture": HYBRID_ARCHITECTURE, "speculative_config": speculation}
+    with pytest.raises(ValueError, match=r"'ngram', must be None .* cannot go back behind"):
+        check_switches(_config(**places))
 
 
 @pytest.mark.parametrize("name", SETTLED)

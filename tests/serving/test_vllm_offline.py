@@ -10,8 +10,8 @@ import pytest
 
 from neuron_moe.models.loader import build_model
 from neuron_moe.models.shipped import TINY_NAME
-from neuron_moe.serving.options import block_size_of
-from tests.serving.conftest import FIRST, MAX_TOKENS, OTHERS, Folders, asked
+from neuron_moe.serving.options import architecture_of, block_size_of
+from tests.serving.conftest import FIRST, MAX_TOKENS, OTHERS, RECURRENT, Folders, asked
 
 pytestmark = [
     pytest.mark.vllm,
@@ -42,8 +42,10 @@ Answers = dict[str, dict[str, Any]]
 
 def _request(folder: Path, options: dict[str, Any] = PLAIN, **settings: Any) -> dict[str, Any]:
     """Return a request; `options` are those of our model, `settings` of vLLM."""
+    model: Any = build_model(folder)
     return {
         "model": str(folder),
+        "architecture": architecture_of(model),
         "prompts": asked(folder)[0],
         "max_tokens": MAX_TOKENS,
         "passes": 2,  # the second finds its prefixes in the cache
@@ -51,7 +53,7 @@ def _request(folder: Path, options: dict[str, Any] = PLAIN, **settings: Any) -> 
             "dtype": "float32",
             "max_num_batched_tokens": 64,
             "additional_config": {"neuron_moe": options},
-            "block_size": block_size_of(build_model(folder)),
+            "block_size": block_size_of(model),
             **settings,
         },
     }
@@ -117,6 +119,40 @@ def test_compiled_models_give_the_same_tokens(name: str, folder_of: Folders, run
     _, expected = asked(folder)
     (answer,) = run_vllm([_request(folder, COMPILED)])
     assert answer == {"tokens": [expected, expected]}
+
+
+CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 512, "block_size": 32}
+BEGUN = ", prefixes cached"
+FEW = 6, 4  # prompts: their own recurrences take most of the time
+
+
+@pytest.fixture(scope="module")
+def answers_of_recurrent(folder_of: Folders, run_vllm: Run) -> Answers:
+    """Return what one process answered for families whose layers keep states, eight at once."""
+    requests = {
+        name + form: _request(folder_of(name), options, max_num_seqs=8, **settings)
+        | {"prompts": asked(folder_of(name), *FEW)[0], "counts": True}
+        for name in RECURRENT
+        for form, options, settings in (
+            ("", PLAIN, {}),
+            (MEASURED_TOO, {}, {}),
+            (BEGUN, PLAIN, CACHED),
+            (", joined", FORMS["joined"], {}),
+        )
+    }
+    return dict(zip(requests, run_vllm([*requests.values()]), strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["", MEASURED_TOO, BEGUN, ", joined"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_tokens_of_recurrent_families_equal_our_own(
+    name: str, form: str, answers_of_recurrent: Answers, folder_of: Folders
+) -> None:
+    _, expected = asked(folder_of(name), *FEW)
+    answer = answers_of_recurrent[name + form]
+    assert answer["tokens"] == [expected, expected]
+    assert (answer["cached"] > 0) == (form == BEGUN)
 
 
 def _cases() -> list[Any]:

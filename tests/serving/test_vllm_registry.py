@@ -10,21 +10,29 @@ from types import SimpleNamespace
 import pytest
 
 from neuron_moe.models.shipped import TINY_NAME
-from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE
+from neuron_moe.serving.options import (
+    ARCHITECTURE,
+    HYBRID_ARCHITECTURE,
+    NATIVE_ARCHITECTURE,
+    NATIVE_HYBRID_ARCHITECTURE,
+)
 from neuron_moe.serving.plugin import register
 from tests.serving.conftest import Folders
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-@pytest.mark.parametrize("name", [ARCHITECTURE, NATIVE_ARCHITECTURE, HYBRID_ARCHITECTURE])
+@pytest.mark.parametrize(
+    "name",
+    [ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE, NATIVE_HYBRID_ARCHITECTURE],
+)
 def test_the_registry_takes_the_class(name: str, folder_of: Folders) -> None:
     from vllm import ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
     register()
-    is_hybrid = name == HYBRID_ARCHITECTURE
+    is_hybrid = name in (HYBRID_ARCHITECTURE, NATIVE_HYBRID_ARCHITECTURE)
     config = EngineArgs(
         model=str(folder_of("qwen3_5_moe" if is_hybrid else TINY_NAME)),
         hf_overrides={"architectures": [name], "quantization_config": {}},
@@ -34,7 +42,7 @@ def test_the_registry_takes_the_class(name: str, folder_of: Folders) -> None:
     found, _ = ModelRegistry.resolve_model_cls(name, model_config=config)
     assert found.__name__ == name
     assert config.is_hybrid == is_hybrid
-    if is_hybrid:  # pages are sized by what the class says
+    if name == NATIVE_HYBRID_ARCHITECTURE:  # pages are sized by what the class says
         ranks = SimpleNamespace(tensor_parallel_size=2)
         settings = SimpleNamespace(model_config=config, parallel_config=ranks)
         text = config.hf_text_config

@@ -86,7 +86,9 @@ def test_a_wrong_option_is_answered_with_the_nearest(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
-    assert capsys.readouterr().err.endswith(f". Did you mean {option!r}?\n")
+    told = capsys.readouterr().err
+    assert words[-2] in told
+    assert told.endswith(f". Did you mean {option!r}?\n")
 
 
 def test_the_help_of_compile_says_what_three_means(monkeypatch: pytest.MonkeyPatch) -> None:

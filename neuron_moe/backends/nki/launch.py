@@ -118,7 +118,7 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
         ValueError: tensors on a device although only the simulator is there.
     """
     is_captured = torch.compiler.is_compiling()
-    is_fake = IS_SIMULATED and any(x is not None and is_traced(x) for x in step.values())
+    is_fake = IS_SIMULATED and any(_is_traced(x) for x in step.values())
     if not (is_captured or is_fake):
         return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
     arguments = _filled(launch.captured, step)
@@ -126,6 +126,11 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
         found = _LOWERED[launch.name](launch.num_cores, *arguments.values())
         return tuple(found) if isinstance(found, tuple | list) else (found,)
     return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
+
+
+def _is_traced(x: Tensor | None) -> bool:
+    """Ask further only of what is no plain tensor of the CPU: every call of a layer comes by."""
+    return x is not None and (type(x) is not Tensor or not x.is_cpu) and is_traced(x)
 
 
 def _filled(

@@ -175,11 +175,9 @@ def kernel_formula(weights: ExpertWeights) -> ExpertFormula:
 
 def check_formula(formula: ExpertFormula) -> None:
     """Raise ValueError for an activation that the kernels do not have."""
-    is_known = formula.activation != "leaky_relu"
-    if formula.gates_itself:
-        is_known = formula.activation == "sigmoid"
-    if not is_known:
-        names = ", ".join(name for name in EXPERT_ACTIVATIONS if name != "leaky_relu")
+    known = ("sigmoid",) if formula.gates_itself else EXPERT_ACTIVATIONS
+    if formula.activation not in known:
+        names = ", ".join(EXPERT_ACTIVATIONS)
         raise ValueError(
             f"hidden_act={formula.activation!r}, gates_itself={formula.gates_itself}: not in the"
             f" kernels, which have {names}, and of SwiGLU sigmoid. Use backend='torch'."

@@ -1,13 +1,11 @@
-"""neuron-moe check precedent: somebody's kernel beside what public kernels use."""
+"""neuron-moe check precedent: what our kernels use, launch by launch, beside public kernels."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lab.check import menu as check
 from lab.check import precedent
 from lab.check.case_file import read_cases
 from lab.check.kernels import NO_LIMITS, run_case
@@ -17,55 +15,6 @@ from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
 from nki_sim.precedent import TABLE, Table, recording
-
-KERNEL = """
-import nki
-import nki.isa as nisa
-import nki.language as nl
-
-
-@nki.jit
-def double(x):
-    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=x_sb, src=x)
-    nisa.OP
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=out, src=x_sb)
-    return out
-"""
-
-
-def kernel(folder: Path, name: str, operation: str) -> str:
-    path = folder / f"{name}.py"
-    path.write_text(KERNEL.replace("OP", operation))
-    return f"{path}:double"
-
-
-@pytest.mark.parametrize(
-    ("operation", "missing"),
-    [
-        ("tensor_scalar(dst=x_sb, data=x_sb, op0=nl.multiply, operand0=2.0)", ""),
-        ("tensor_scalar(dst=x_sb, data=x_sb, op0=nl.logical_xor, operand0=2.0)", "logical_xor"),
-    ],
-)
-def test_a_kernel_of_somebody_is_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], operation: str, missing: str
-) -> None:
-    place = kernel(tmp_path, f"kernel_{missing or 'known'}", operation)
-    out = tmp_path / "report.json"
-    words = ["precedent", "--kernel", place, "--args", "x=128x64:bfloat16", "--json", str(out)]
-    assert check.main(words) == 0
-    report = json.loads(out.read_text())
-    assert set(report) == {"uses", "sources", "without"}
-    assert set(report["sources"]) == {"vendor", "tutorials", "documentation"}
-    printed = capsys.readouterr().out
-    if not missing:
-        assert report["without"] == []
-        return
-    (found,) = report["without"]
-    assert (found["kernel"], found["file"], found["line"]) == ("double", place[:-7], 11)
-    assert missing in found["what"]
-    assert found["what"] in printed
 
 
 def test_what_is_recorded_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

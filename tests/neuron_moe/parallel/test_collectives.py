@@ -3,10 +3,12 @@
 import itertools
 import sys
 import types
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lab.bench.wire_counter import WireCounter, WireTally
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
@@ -17,8 +19,12 @@ from neuron_moe.parallel.collectives import (
     SingleRank,
     all_gather_rows,
     as_collectives,
+    enter_common,
+    gather_common,
     gather_lengths,
     reduce_scatter_rows,
+    share_common,
+    sum_common,
 )
 from neuron_moe.router import Routing
 from neuron_moe.sharded.sharding import shard_state_dict
@@ -126,6 +132,27 @@ def test_a_gradient_through_a_bare_method_raises_instead_of_being_wrong(run_rank
 
     for message in run_ranks(2, backward):
         assert "through a method of Collectives" in message
+
+
+def test_gradients_in_a_compiled_graph_are_those_outside(run_ranks: Any) -> None:
+    def work(group: Collectives, x: Tensor) -> Tensor:
+        x = enter_common(group, x)
+        rows = all_gather_rows(group, x * (group.rank + 1), [3, 3])
+        part = reduce_scatter_rows(group, rows.square(), [3, 3])
+        whole = gather_common(group, part, [3, 3])
+        return sum_common(group, (group.rank + 2) * x).square().sum() + whole.sum()
+
+    def differ(rank: int) -> float:
+        group = as_collectives(dist.group.WORLD, "world")
+        compiled = torch.compile(partial(work, group), backend="aot_eager", fullgraph=True)
+        gradients = []
+        for each in (partial(work, group), compiled):
+            x = torch.arange(3.0, requires_grad=True)
+            loss = share_common(group, each(x))
+            gradients += torch.autograd.grad(loss, x)
+        return float((gradients[0] - gradients[1]).abs().max())
+
+    assert run_ranks(2, differ) == [0.0, 0.0]
 
 
 def test_replicate_and_reduce_exports_and_all_to_all_says_why_not(run_ranks: Any) -> None:

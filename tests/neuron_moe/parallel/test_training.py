@@ -66,7 +66,7 @@ def distance(mine: Tensor, wanted: Tensor) -> float:
     return float((mine - wanted).abs().max()) / (scale or 1.0) if wanted.numel() else 0.0
 
 
-def compare_gradients(case: Case, rank: int) -> list[str]:
+def compare_gradients(case: Case, rank: int, is_compiled: bool = False) -> list[str]:
     dtype, exact = (torch.float64, EXACT) if case.backend == "torch" else (torch.float32, 1e-5)
     whole, hidden, mask, target = build_whole(replace(case, backend="torch"))
     hidden.requires_grad_()
@@ -77,6 +77,9 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
         layer = build_layer(case).to(dtype)
         layer.use_router_losses(LOSSES)
         layer.load_state_dict(shard_state_dict(layer, whole.to(dtype).state_dict()))
+        if is_compiled:
+            torch._dynamo.reset()
+            layer.compile(backend="aot_eager", fullgraph=True)
         mine = part_of_rank(case, hidden.detach().to(dtype), rank, 4).clone().requires_grad_()
         my_mask = None if mask is None else part_of_rank(case, mask, rank, 4)
         output = layer(mine, my_mask)[0]
@@ -107,6 +110,19 @@ def test_gradients_of_every_layout_are_those_of_one_process(
 ) -> None:
     def run(rank: int) -> list[str]:
         return list(itertools.chain(*(compare_gradients(case, rank) for case in cases)))
+
+    assert [problem for problems in run_ranks(4, run) for problem in problems] == []
+
+
+def test_gradients_of_a_compiled_layer_are_those_of_one_process(run_ranks: Any) -> None:
+    cases = [
+        Case(tp=2, ep=2, router="gpt-oss", masked=True),
+        Case(tp=1, ep=4, sp=True, router="mixtral", shared="sp"),
+        Case(tp=2, ep=2, dp=2, batch=4, router="glm", shared="world"),
+    ]
+
+    def run(rank: int) -> list[str]:
+        return list(itertools.chain(*(compare_gradients(each, rank, True) for each in cases)))
 
     assert [problem for problems in run_ranks(4, run) for problem in problems] == []
 

@@ -38,6 +38,10 @@ CASES = {
         "T1-H128-I64-E8-K2": {},
         "T3-H64-I16-E512-K22": {"options": SELECTIVE},
         "T2-H64-I16-E896-K16": {"options": SELECTIVE},
+        "T2-H192-I60-E8-K4-leaky-relu": {
+            "has_bias": True,
+            "options": {"activation": "leaky_relu"},
+        },
         "T2-H192-I60-E8-K4-situ": {"has_bias": True, "options": SITU},
         "T1-H192-I60-E8-K4-gpt-oss": {"has_bias": True, "options": GPT_OSS},
         "T1-H128-I64-E4-K4-one-of-3-ranks": {"ranks": 3, "rank": 1},
@@ -202,7 +206,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"activation": "swish"},
         r"activation='swish', .*: the decode kernel has .*silu",
     ),
-    "leaky": ({"activation": "leaky_relu"}, r"activation='leaky_relu', scale=1, .*has gated"),
     "scale": (
         {"activation": "gelu", "scale": 1.702},
         r"activation='gelu', scale=1.702, .* scale 1",

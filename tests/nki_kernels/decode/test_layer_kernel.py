@@ -408,8 +408,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"sizes": replace(SIZES, T=257)}, "T=257: must be 1 to 256"),
     "formula": ({"formula": ExpertFormula(has_gate=False)}, "has_gate=False"),
     "shared-formula": (
-        {"form": LayerForm(shared_width=64, shared_formula=ExpertFormula("leaky_relu"))},
-        "activation='leaky_relu'",
+        {"form": LayerForm(shared_width=64, shared_formula=ExpertFormula("relu", has_gate=False))},
+        "activation='relu', scale=1, has_gate=False",
     ),
 }
 

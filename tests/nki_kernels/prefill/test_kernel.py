@@ -86,6 +86,10 @@ CASES = {
         "T150-H128-I260-E4-K2-B64-relu2-no-gate": {
             "options": {"activation": "relu2", "has_gate": False}
         },
+        "T60-H128-I60-E4-K2-B64-leaky-relu": {
+            "has_bias": True,
+            "options": {"activation": "leaky_relu", "scale": 0.7},
+        },
         "T60-H128-I60-E4-K2-B64-situ": {"has_bias": True, "options": SITU},
         "T150-H192-I60-E4-K1-B64-silu-no-gate-bias-pre": {
             "has_bias": True,
@@ -380,10 +384,6 @@ REFUSED = {
     "gates-nothing": (
         {"gates_itself": True, "activation": "sigmoid", "has_gate": False},
         r"gates_itself=True, activation='sigmoid', has_gate=False: the kernel has gates",
-    ),
-    "leaky_relu": (
-        {"activation": "leaky_relu"},
-        r"activation='leaky_relu': must be one of silu, gelu",
     ),
     "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
     "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: experts with"),

@@ -13,6 +13,7 @@ import pytest
 from nki_sim import IllegalOperand, SimOptions, isa
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
+from nki_sim.trace import ENGINE_NAMES
 
 RANDOM = np.random.default_rng(0)
 P, F = 40, 12
@@ -42,6 +43,21 @@ def test_activation_scales_shifts_and_applies() -> None:
     )
     shift = B.astype(BF16).astype(np.float64)
     np.testing.assert_allclose(result["dst"], np.exp(X.astype(np.float64) * S + shift), rtol=2e-6)
+
+
+@pytest.mark.parametrize("engine", ["scalar", "gpsimd"])
+def test_an_activation_gives_the_same_on_both_engines_of_gen4(engine: str) -> None:
+    chosen = getattr(isa.engine, engine)
+
+    def kernel(dst: Any, pair: Any, x: Any, s: Any) -> None:
+        isa.activation(dst, nl.tanh, x, scale=s, engine=chosen)
+        isa.activate2(pair, nl.tanh, x, s, 0.5, nl.multiply, nl.add, engine=chosen)
+
+    tiles = {"dst": out(), "pair": out(), "x": Tile(X), "s": Tile(S)}
+    result = execute(kernel, options=GEN4, **tiles)
+    np.testing.assert_allclose(result["dst"], np.tanh(X * S), rtol=2e-6)
+    np.testing.assert_allclose(result["pair"], np.tanh(X * S + np.float32(0.5)), rtol=2e-6)
+    assert [ENGINE_NAMES[record.engine] for record in result.run.trace] == [engine, engine]
 
 
 def test_activation_takes_numbers_and_widens_integers() -> None:
@@ -319,6 +335,37 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
         UNARY,
         "trn2",
         r"reduce_res: expected a tensor of shape \(40, 1\)",
+    ),
+    "gpsimd-gen3": (
+        lambda dst, x: activate(dst, x, engine=isa.engine.gpsimd),
+        UNARY,
+        "trn2",
+        "engine gpsimd: expected gen4",
+    ),
+    "gpsimd-psum": (
+        lambda dst, x: activate(dst, x, engine=isa.engine.gpsimd),
+        UNARY | {"x": Tile(X, space="psum")},
+        "trn3",
+        "data: expected a tensor in SBUF",
+    ),
+    "gpsimd-sum": (
+        lambda dst, x, s: activate(
+            dst,
+            x,
+            reduce_op=nl.add,
+            reduce_res=s,
+            reduce_cmd=RESET_REDUCE,
+            engine=isa.engine.gpsimd,
+        ),
+        UNARY | {"s": COLUMN},
+        "trn3",
+        "engine: expected scalar, which alone has reduction registers",
+    ),
+    "vector": (
+        lambda dst, x: activate(dst, x, engine=isa.engine.vector),
+        UNARY,
+        "trn3",
+        "engine: expected one of scalar, gpsimd",
     ),
     "activate2-gen3": (
         lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add),

@@ -41,6 +41,17 @@ def test_max8_lists_the_largest_with_duplicates() -> None:
     assert result["dst"].tolist() == [sorted(row.tolist(), reverse=True)[:8] for row in TIES]
 
 
+def test_max8_orders_zeros_and_nans_alike_on_every_processor() -> None:
+    row = np.tile(np.array([[-0.0, 0.0, -np.nan, -1.0, -np.inf]], np.float32), 8)
+    top = execute(lambda dst, x: isa.max8(dst, x), dst=out(shape=(1, 8)), x=Tile(row))["dst"]
+    assert (top.view(np.uint32) == 0x7FC00000).all()
+    row[np.isnan(row)] = -2.0
+    row[0, 5:] = -3.0
+    top = execute(lambda dst, x: isa.max8(dst, x), dst=out(shape=(1, 8)), x=Tile(row))["dst"]
+    assert top[0].tolist() == [0.0, 0.0, -1.0, -2.0, -3.0, -3.0, -3.0, -3.0]
+    assert np.signbit(top[0, :2]).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("elements", [8, 16_384])
 def test_max8_takes_the_documented_sizes(elements: int) -> None:
     x = np.arange(elements, dtype=np.float32)[None, :]

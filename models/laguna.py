@@ -1,0 +1,183 @@
+"""Laguna (XS.2, S): configuration, attention, experts and checkpoint map.
+
+What differs from other decoders: sliding and whole layers have rotary embeddings and numbers of
+heads of their own; each head of queries and keys is normalised; what heads attend to is gated by a
+softplus of the layer's input, a number for each head or for each of its elements. Experts are
+chosen as in DeepSeek-V3, in one group.
+Source: transformers, `models/laguna/modular_laguna.py`; poolside/Laguna-XS.2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.models.attention import CacheView
+from neuron_moe.models.biased_routing import (
+    ATTENTION_TYPES,
+    ONE_GROUP,
+    biased_routing_map,
+    read_feed_forward,
+    read_sparse_layers,
+)
+from neuron_moe.models.decoder import Tokens
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.two_ropes import TurnedAttention, TwoRopesConfig, TwoRopesModel, read_ropes
+from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    mlp_rules,
+    projection_names,
+)
+
+WINDOW, NUM_DENSE = 512, 1  # where config.json does not say
+ROPES = {
+    "sliding_attention": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+    },
+    "full_attention": {
+        "rope_type": "default",
+        "rope_theta": 500000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+NAMES = {
+    "n_routed_experts": "num_experts",
+    "routed_scaling_factor": "moe_routed_scaling_factor",
+}
+GATES = (True, "per-head", "per-element", False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagunaConfig(TwoRopesConfig):
+    """Facts of one checkpoint, under the names that `SlidingConfig` gives them.
+
+    Attributes:
+        shared_expert_intermediate_size: of the shared expert.
+        heads: query heads of each layer.
+        gates_elements: each element of a head has a gate of its own.
+    """
+
+    shared_expert_intermediate_size: int
+    heads: tuple[int, ...]
+    gates_elements: bool
+
+    def __post_init__(self) -> None:
+        TwoRopesConfig.__post_init__(self)
+        if len(self.heads) != self.num_hidden_layers or any(
+            heads <= 0 or heads % self.num_key_value_heads for heads in self.heads
+        ):
+            raise ValueError(
+                f"num_attention_heads_per_layer={list(self.heads)}: must name num_hidden_layers="
+                f"{self.num_hidden_layers} layers, each a multiple of num_key_value_heads="
+                f"{self.num_key_value_heads}. Correct config.json."
+            )
+
+    @property
+    def shared_size(self) -> int:
+        """Columns of the shared expert."""
+        return self.shared_expert_intermediate_size
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "LagunaConfig":
+        """Read config.json as published with the model, or as transformers 5.x writes it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader.of_family(config, "laguna")
+        reader.require("moe_apply_router_weight_on_input", False)
+        reader.require("moe_router_logit_softcapping", 0.0)
+        gating = True if reader.is_absent("gating") else reader.get_raw("gating")
+        if gating not in GATES:
+            raise ValueError(f"gating={gating!r}: must be one of {GATES}. Correct config.json.")
+        num_layers = reader.get("num_hidden_layers", int)
+        usual = (reader.get("num_attention_heads", int),)
+        return cls.read(
+            reader,
+            head_dim=reader.get("head_dim", int, 128),
+            sliding_window=reader.get_size("sliding_window", WINDOW),
+            layer_types=reader.get_strings("layer_types") or ATTENTION_TYPES[1:] * num_layers,
+            shared_expert_intermediate_size=reader.get("shared_expert_intermediate_size", int),
+            heads=reader.get_ints("num_attention_heads_per_layer") or usual * num_layers,
+            gates_elements=gating in (False, "per-element"),
+            **read_ropes(reader, ROPES),
+            **read_feed_forward(
+                reader,
+                names=NAMES,
+                defaults={"routed_scaling_factor": 1.0},
+                n_shared_experts=None,
+                sparse_layers=read_sparse_layers(reader, NUM_DENSE),
+                prediction_layers=(),
+                **ONE_GROUP,
+            ),
+        )
+
+
+Config = LagunaConfig
+
+
+class Attention(TurnedAttention):
+    """Grouped-query attention whose result is gated."""
+
+    def __init__(self, config: LagunaConfig, layer: int, dtype: torch.dtype) -> None:
+        bias = PROJECTIONS if config.attention_bias else ()
+        config = replace(config, num_attention_heads=config.heads[layer])
+        super().__init__(config, layer, dtype, bias=bias, norms="by head")
+        gates = self.o_proj.in_features if config.gates_elements else config.num_attention_heads
+        self.q_gate_proj = nn.Linear(config.hidden_size, gates, bias=False, dtype=dtype)
+
+    def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
+        """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        mixed = self.mix(self.project(hidden_USH), tokens, view)
+        gate = F.softplus(self.q_gate_proj(hidden_USH).float()).to(mixed.dtype)
+        gated = mixed.unflatten(-1, (gate.shape[-1], -1)) * gate.unsqueeze(-1)
+        out_USH: Tensor = self.o_proj(gated.flatten(-2))
+        return out_USH
+
+
+class Model(TwoRopesModel):
+    """Laguna for generation."""
+
+    config: LagunaConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
+        """Return the attention of a layer."""
+        return Attention(self.config, layer, dtype)
+
+
+def weight_map(config: LagunaConfig) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused."""
+    names = projection_names(has_bias=config.attention_bias, has_norms=True)
+    gate = "layers.{layer}.self_attn.%sg%s_proj.weight"
+    own = [Rule("model." + gate % ("", ""), gate % ("q_", "ate"))]
+    return biased_routing_map(config, names, _sparse_rules, ignored=(), own=own)
+
+
+def _sparse_rules(layer: str) -> list[Rule]:
+    mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+    pair, shared = (mlp + "experts", moe + "expert_mlps.mlp_op"), moe + "shared_experts"
+    bias = "e_score_correction_bias"
+    return [
+        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+        *either(
+            separate=[
+                Rule(f"{mlp}experts.{bias}", f"{moe}router.{bias}", is_exact=True),
+                *mlp_rules(mlp + "shared_expert", shared),
+                *expert_rules(*pair),
+            ],
+            fused=[
+                Rule(f"{mlp}gate.{bias}", f"{moe}router.{bias}", is_exact=True),
+                *mlp_rules(mlp + "shared_experts", shared),
+                *fused_expert_rules(*pair, transpose),
+            ],
+        ),
+    ]
