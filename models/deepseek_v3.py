@@ -307,6 +307,13 @@ def weight_map(
         ignored: patterns of further tensors that are left out.
         rules_of_sparse: as of `biased_routing_map`.
     """
+    return biased_routing_map(
+        config, latent_names(config), rules_of_sparse, (FREQUENCIES, *ignored)
+    )
+
+
+def latent_names(config: DeepseekV3Config) -> list[str]:
+    """Return what follows `layers.N.` in the names of the attention's tensors."""
     names = [f"kv_{name}.weight" for name in ("a_proj_with_mqa", "a_layernorm", "b_proj")]
     names += ["o_proj.weight"]
     biased = ["kv_a_proj_with_mqa.bias", "o_proj.bias"]
@@ -316,5 +323,4 @@ def weight_map(
         names += ["q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"]
         biased += ["q_a_proj.bias"]
     names += biased if config.attention_bias else []
-    names = [f"self_attn.{name}" for name in names]
-    return biased_routing_map(config, names, rules_of_sparse, (FREQUENCIES, *ignored))
+    return [f"self_attn.{name}" for name in names]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import CacheShape, StateShape, StateView, need_view
 from neuron_moe.models.decoder import Tokens
-from neuron_moe.models.delta_rule import update, update_in_chunks
+from neuron_moe.models.delta_rule import update, update_by_channel, update_in_chunks
 from neuron_moe.models.layers import unit_rms
 
 UNIT_EPS = 1e-6  # under the root of the length of queries and keys; fla's and transformers'
@@ -74,7 +74,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         mixed_USC: [U, S, C] queries, keys and values before the convolution.
-        log_decay_USN: [U, S, N] float32, not above 0.
+        log_decay_USN: [U, S, N] float32, not above 0; [U, S, N, D] where each number of a key has
+            its own.
         rate_USN: [U, S, N] float32, from 0 to 1.
         real_US: [U, S] bool, False at padding, which changes no memory; None: all are real.
     """
@@ -145,7 +146,58 @@ def recur_cached(layer: Recurrent, inputs: Inputs, view: StateView | None) -> Te
     return out
 
 
-class GatedDeltaNet(Recurrent):
+class DeltaLayer(Recurrent):
+    """A layer whose memory follows the delta rule.
+
+    Attributes:
+        sizes: of this rank's part.
+        conv_weight: [C, 1, W], of the short convolution.
+    """
+
+    sizes: DeltaNetSizes
+    conv_weight: Tensor
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of each sequence, see `State`."""
+        return self.sizes.state_shapes
+
+    @property
+    def answer(self) -> tuple[int, int]:
+        """N and V of what `recur` returns."""
+        return self.sizes.num_value_heads, self.sizes.value_size
+
+    def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
+        """Return what the memory answers, [U, S, N, V] float32, and the state after."""
+        sizes, (num_sequences, num_new) = self.sizes, inputs.mixed_USC.shape[:2]
+        last_UwC, memory_UNDV = state
+        mixed_USC, last_UwC = convolve(inputs, last_UwC, self.conv_weight)
+        parts = torch.split(F.silu(mixed_USC), sizes.parts, dim=-1)
+        heads = num_sequences, num_new, -1
+        query, key = (_unit(part.view(*heads, sizes.key_size)) for part in parts[:2])
+        value_UNSV = parts[2].view(*heads, sizes.value_size).transpose(1, 2)
+        group = sizes.num_value_heads // sizes.num_key_heads
+        query_UNSD = (query * sizes.key_size**-0.5).transpose(1, 2).repeat_interleave(group, dim=1)
+        key_UNSD = key.transpose(1, 2).repeat_interleave(group, dim=1)
+        log_decay, rate = inputs.log_decay_USN, inputs.rate_USN
+        if inputs.real_US is not None:  # padding neither fades the memory nor writes
+            is_real_US1 = inputs.real_US[..., None]
+            rate = rate * is_real_US1
+            log_decay = log_decay * (is_real_US1 if log_decay.ndim == 3 else is_real_US1[..., None])
+        in_chunks = update_in_chunks if log_decay.ndim == 3 else update_by_channel
+        form = update if num_new == 1 else in_chunks
+        out_UNSV, memory_UNDV = form(
+            query_UNSD,
+            key_UNSD,
+            value_UNSV,
+            log_decay.transpose(1, 2),
+            rate.transpose(1, 2),
+            memory_UNDV,
+        )
+        return out_UNSV.transpose(1, 2), (last_UwC, memory_UNDV)
+
+
+class GatedDeltaNet(DeltaLayer):
     """Projections, gates and norm around an exchangeable recurrence.
 
     Args:
@@ -190,16 +242,6 @@ class GatedDeltaNet(Recurrent):
         self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.ones(sizes.value_size, dtype=torch.float32))
 
-    @property
-    def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of each sequence, see `State`."""
-        return self.sizes.state_shapes
-
-    @property
-    def answer(self) -> tuple[int, int]:
-        """N and V of what `recur` returns."""
-        return self.sizes.num_value_heads, self.sizes.value_size
-
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         mixed_USC, gate, rate_USN, step_USN = self._project(hidden_USH)
@@ -232,32 +274,6 @@ class GatedDeltaNet(Recurrent):
         both = self.in_proj_ba(hidden_USH).unflatten(-1, (heads, 2, group))
         rate_USN, step_USN = (part.flatten(-2) for part in both.unbind(-2))
         return torch.cat(mixed, dim=-1), gate, rate_USN, step_USN
-
-    def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
-        """Return what the memory answers, [U, S, N, V] float32, and the state after."""
-        sizes, (num_sequences, num_new) = self.sizes, inputs.mixed_USC.shape[:2]
-        last_UwC, memory_UNDV = state
-        mixed_USC, last_UwC = convolve(inputs, last_UwC, self.conv_weight)
-        parts = torch.split(F.silu(mixed_USC), sizes.parts, dim=-1)
-        heads = num_sequences, num_new, -1
-        query, key = (_unit(part.view(*heads, sizes.key_size)) for part in parts[:2])
-        value_UNSV = parts[2].view(*heads, sizes.value_size).transpose(1, 2)
-        group = sizes.num_value_heads // sizes.num_key_heads
-        query_UNSD = (query * sizes.key_size**-0.5).transpose(1, 2).repeat_interleave(group, dim=1)
-        key_UNSD = key.transpose(1, 2).repeat_interleave(group, dim=1)
-        log_decay, rate = inputs.log_decay_USN, inputs.rate_USN
-        if inputs.real_US is not None:  # padding neither fades the memory nor writes
-            log_decay, rate = (part * inputs.real_US[..., None] for part in (log_decay, rate))
-        form = update if num_new == 1 else update_in_chunks
-        out_UNSV, memory_UNDV = form(
-            query_UNSD,
-            key_UNSD,
-            value_UNSV,
-            log_decay.transpose(1, 2),
-            rate.transpose(1, 2),
-            memory_UNDV,
-        )
-        return out_UNSV.transpose(1, 2), (last_UwC, memory_UNDV)
 
 
 def _unit(rows: Tensor) -> Tensor:

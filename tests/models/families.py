@@ -777,7 +777,46 @@ FAMILIES |= {
         is_saved_alike=False,
     ),
 }
-LONG = {"lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"}  # left to the long run
+KIMI_LINEAR: dict[str, Any] = {
+    "head_dim": LEFT_OUT,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": None,
+}
+FAMILIES |= {
+    "kimi_linear": Family("kimi_linear", KIMI_LINEAR, variant="transformers"),
+    "kimi_linear-groups": Family(
+        "kimi_linear",
+        {
+            **KIMI_LINEAR,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "linear_num_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"],
+        },
+        variant="transformers",
+    ),
+}
+LONG = {  # left to the long run
+    *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
+    *("gemma4_text-values-untied", "kimi_linear-groups"),
+}
 SLOW = {
     "qwen3_5_moe-alternating",
     "qwen3_next-dense-layers",

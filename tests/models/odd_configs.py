@@ -35,11 +35,19 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
+        "kimi_linear",
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk", "top_k_experts")
+CHOSEN = (
+    "num_experts_per_tok",
+    "moe_k",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+    "num_experts_per_token",
+)
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -80,7 +88,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4")
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear")
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 OLMO = ("olmoe", "flex_olmo")
 NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe", "lfm2_moe")

@@ -17,7 +17,7 @@ from neuron_moe.models.delta_net import (
     convolve,
     recur_cached,
 )
-from neuron_moe.models.delta_rule import update, update_in_chunks
+from neuron_moe.models.delta_rule import update, update_by_channel, update_in_chunks
 
 SIZES = DeltaNetSizes(
     hidden_size=12, num_key_heads=2, num_value_heads=4, key_size=5, value_size=3, conv_width=4
@@ -56,6 +56,26 @@ def test_chunks_compute_the_formula(num_tokens: int, chunk: int) -> None:
 def test_a_step_computes_the_formula() -> None:
     operands = draw(1)
     for ours, truth in zip(update(*operands), formula(operands), strict=True):
+        torch.testing.assert_close(ours, truth)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 20])
+def test_a_decay_for_each_number_of_a_key(num_tokens: int) -> None:
+    query, key, value, log_decay, rate, memory = draw(num_tokens)
+    log_decay = log_decay[..., None] * torch.rand_like(key) * 50
+    steps, kept = [], memory
+    for token in range(num_tokens):
+        now = (part[:, :, token : token + 1] for part in (query, key, value, log_decay, rate))
+        step, kept = update(*now, kept)
+        steps.append(step)
+    out, after = update_by_channel(query, key, value, log_decay, rate, memory, chunk=8)
+    torch.testing.assert_close(out, torch.cat(steps, dim=2))
+    torch.testing.assert_close(after, kept)
+    alike = log_decay[..., :1].expand_as(log_decay)
+    of_tokens = update_in_chunks(query, key, value, alike[..., 0], rate, memory)
+    for ours, truth in zip(
+        update_by_channel(query, key, value, alike, rate, memory), of_tokens, strict=True
+    ):
         torch.testing.assert_close(ours, truth)
 
 

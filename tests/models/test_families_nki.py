@@ -41,6 +41,7 @@ VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}
 # Of lists with an entry a layer, as many as SIZES says.
 LISTS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "minimax_m3_vl_text": {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse"],

@@ -395,6 +395,13 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         r"full_attention\.partial_rotary_factor=0\.5: must be 1",
     ),
+    "kimi-linear-spelling": ("kimi_linear", {"n_routed_experts": 9}, "num_experts=8: must agree"),
+    "kimi-linear-rotated": ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False: must be"),
+    "kimi-linear-layers": (
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}},
+        "must name each of num_hidden_layers=3 layers once, from 1",
+    ),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -412,6 +419,18 @@ def test_hy3_lists_its_sparse_layers() -> None:
     assert read("hy_v3", more | kinds).sparse_layers == (0, 2)
     with pytest.raises(ValueError, match=r"mlp_layer_types=.*must name num_hidden_layers=2 layers"):
         read("hy_v3", more | kinds | {"num_hidden_layers": 2})
+
+
+def test_kimi_linear_is_read_as_published_and_as_transformers_writes_it() -> None:
+    layers = {"full_attn_layers": [2], "kda_layers": [1, 3]}
+    section = {**layers, "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
+    left_out = dict.fromkeys(("layer_types", "linear_num_heads", "linear_head_dim"))
+    left_out |= {"max_position_embeddings": None}
+    more = {"linear_attn_config": section, "model_max_length": 512, "mla_use_nope": True}
+    more |= {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "head_dim": 72}
+    assert read("kimi_linear", left_out | more) == read("kimi_linear", {})
+    usual = read("kimi_linear", {"layer_types": None, "num_hidden_layers": 6}).layer_types
+    assert [layer for layer, kind in enumerate(usual) if kind == "full_attention"] == [4]
 
 
 def test_the_part_of_a_head_that_minimax_turns_has_two_spellings() -> None:

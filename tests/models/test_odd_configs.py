@@ -17,6 +17,7 @@ REFUSED = {
         for name in ("qwen3_5_moe", "qwen3_next")
         for change in ("gelu", "gelu-tanh", "relu", "biases")
     ),
+    *(("kimi_linear", change) for change in ("gelu", "gelu-tanh", "relu", "one-layer", "tied")),
     *(("granitemoehybrid", change) for change in ("gelu", "gelu-tanh", "relu")),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE
