@@ -40,7 +40,11 @@ from neuron_moe.router import Router
 from neuron_moe.spec import RouterSpec
 
 LAYER_TYPES = ("dense", "sparse")
-ONE_GROUP = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}  # of families without groups
+ONE_GROUP: dict[str, Any] = {
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}  # of families without groups
 WINDOW = 4096  # where config.json does not say
 BIASED = ("q_proj", "k_proj", "v_proj")  # what else a family may give a bias
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
@@ -137,11 +141,12 @@ def read_feed_forward(
     Raises:
         ValueError: a missing or contradictory key.
     """
-    names, defaults = names or {}, defaults or {}
+    names = names or {}
+    usual = {"attention_bias": False, **(defaults or {})}
 
     def read(name: str, kind: type[Any]) -> Any:
         key = names.get(name, name)
-        return facts.get(name) if name in facts else reader.get(key, kind, defaults.get(name))
+        return facts.get(name) if name in facts else reader.get(key, kind, usual.get(name))
 
     num_layers, dense = reader.get("num_hidden_layers", int), "first_k_dense_replace"
     if "sparse_layers" not in facts:
@@ -167,7 +172,6 @@ def read_feed_forward(
         "routed_scaling_factor": float,
         "attention_bias": bool,
     }
-    defaults = {"attention_bias": False, **defaults}
     return {**{name: read(name, kind) for name, kind in kinds.items()}, **facts}
 
 

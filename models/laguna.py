@@ -139,7 +139,7 @@ class Attention(TurnedAttention):
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         mixed = self.mix(self.project(hidden_USH), tokens, view)
         gate = F.softplus(self.q_gate_proj(hidden_USH).float()).to(mixed.dtype)
-        gated = mixed.unflatten(-1, (gate.shape[-1], -1)) * gate.unsqueeze(-1)
+        gated = mixed.reshape(*gate.shape, -1) * gate.unsqueeze(-1)
         out_USH: Tensor = self.o_proj(gated.flatten(-2))
         return out_USH
 

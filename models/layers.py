@@ -108,7 +108,7 @@ def biased_spec(num_experts: int, hidden_size: int, **fields: Any) -> RouterSpec
         ValueError: no such choice is possible.
     """
     identities = fields.pop("num_identity", 0)
-    usual = {"act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True}
+    usual: dict[str, Any] = {"act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True}
     return RouterSpec(
         num_experts=num_experts,
         hidden_size=hidden_size,

@@ -152,7 +152,7 @@ class ShortConvolution(Recurrent):
 
     def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
         """Return what the convolution makes of new tokens, [U, S, 1, H] float32, and the state."""
-        mixed_USH, last_UwH = convolve(inputs, *state, self.conv_weight, self.conv_bias)
+        mixed_USH, last_UwH = convolve(inputs, state[0], self.conv_weight, self.conv_bias)
         return mixed_USH.unsqueeze(2), (last_UwH,)
 
 
@@ -192,16 +192,16 @@ def weight_map(config: Lfm2MoeConfig) -> WeightMap:
                 for new, old in ATTENTION.items()
             ]
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in dense:
+    for number in dense:
         rules += [
             Rule(
-                f"model.layers.{layer}.feed_forward.{old}.weight",
-                f"layers.{layer}.mlp.{new}.weight",
+                f"model.layers.{number}.feed_forward.{old}.weight",
+                f"layers.{number}.mlp.{new}.weight",
             )
             for new, old in MLP.items()
         ]
-    for layer in sparse:
-        fed, moe = f"model.layers.{layer}.feed_forward.", f"layers.{layer}.moe."
+    for number in sparse:
+        fed, moe = f"model.layers.{number}.feed_forward.", f"layers.{number}.moe."
         pair = fed + "experts", moe + "expert_mlps.mlp_op"
         rules.append(Rule(fed + "gate.weight", moe + "router.linear_router.weight"))
         if config.use_expert_bias:

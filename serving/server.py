@@ -154,13 +154,13 @@ def _bytes_per_sequence(model: DecoderModel, longest: int) -> int:
     of_token = [2 * each.kv_heads * each.key_size * dtype.itemsize for each in sizes]
     states = [bytes_of(each.state_shapes, dtype) for each in layers if isinstance(each, Recurrent)]
     if not states:
-        return longest * sum(of_token)
+        return int(longest * sum(of_token))
     # A page of keys and values is as large as one of states. Three of these for each layer: two
     # where prefixes are cached, one in reserve.
     block = block_size_of(model) * max(of_token)
     page = block * ceil(max(states) / block)
     pages = ceil(longest * max(of_token) / page) * len(sizes) + 3 * len(states)
-    return pages * page
+    return int(pages * page)
 
 
 def check_vllm() -> None:

@@ -27,7 +27,7 @@ from neuron_moe.models.loader import build_model
 from neuron_moe.serving.options import text_places
 
 
-class StateCore(MambaBase):
+class StateCore(MambaBase):  # type: ignore[misc]
     """Keeps the states of a recurrent layer in vLLM's pages; every rank keeps them whole.
 
     To vLLM a page is so many bytes. It holds the states in turn, the last first: that is the one
@@ -45,13 +45,13 @@ class StateCore(MambaBase):
     ) -> None:
         self._shapes, self._dtype, self._prefix = layer.state_shapes, dtype, prefix
         self._states: State = ()
-        self.kv_cache = ()
+        self.kv_cache: State = ()
         config.compilation_config.static_forward_context[prefix] = self
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take [pages, 1, 1, bytes] int8 as the pages."""
         super().bind_kv_cache(kv_cache)
-        (pages,), first, states = self.kv_cache, 0, []
+        pages, first, states = self.kv_cache[0], 0, []
         for shape in reversed(self._shapes):
             dtype = shape.dtype or self._dtype
             last = first + prod(shape.sizes) * dtype.itemsize
