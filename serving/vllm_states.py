@@ -55,7 +55,7 @@ class StateCore(MambaBase):  # type: ignore[misc]
         for shape in reversed(self._shapes):
             dtype = shape.dtype or self._dtype
             last = first + prod(shape.sizes) * dtype.itemsize
-            states.append(pages[:, first:last].view(dtype).unflatten(1, shape.sizes))
+            states.append(pages[:, first:last].view(dtype).view(-1, *shape.sizes))
             first = last
         self._states = tuple(reversed(states))
 
