@@ -1,5 +1,6 @@
 """Gradients of what several ranks hold alike: each has a part of them, and all need the sum."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -48,20 +49,24 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Returns:
         [] the norm before.
     """
-    given = [each for each in model.parameters() if each.grad is not None]
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     split = {id(each): group for layer in layers for group, each in _held_apart(layer)}
-    sums: dict[int, tuple[Collectives | None, list[Tensor]]] = {}
+    every = tuple(model.parameters())
+    wide = functools.reduce(torch.promote_types, {each.dtype for each in every}, torch.float32)
+    zero = torch.zeros((), dtype=wide, device=every[0].device)
+    given = [each for each in every if each.grad is not None]
+    # Each group has its sum, so that ranks without any gradient take part in it.
+    groups: tuple[Collectives | None, ...] = (None, *split.values())
+    sums = {id(group): (group, [zero]) for group in groups}
     for parameter in given:
         assert parameter.grad is not None
-        wide = torch.promote_types(parameter.grad.dtype, torch.float32)
         square = torch.linalg.vector_norm(parameter.grad, dtype=wide).square()
         group = split.get(id(parameter))
         square = square.full_tensor() if isinstance(square, DTensor) else square
-        sums.setdefault(id(group), (group, []))[1].append(square)
-    parts = [(group, torch.stack(squares).sum()) for group, squares in sums.values()]
+        sums[id(group)][1].append(square)
+    parts = [(group, sum(squares, zero)) for group, squares in sums.values()]
     whole = [part if group is None else group.all_reduce(part) for group, part in parts]
-    norm = torch.stack(whole).sum().sqrt()
+    norm = sum(whole, zero).sqrt()
     for parameter in given:
         assert parameter.grad is not None
         parameter.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -155,7 +155,7 @@ def test_ranks_skip_a_step_together_with_a_scaler_of_all(run_ranks: Any) -> None
         sum_shared_gradients(layer)
         scaler.step(optimizer)
         scaler.update()
-        moved = float((layer.router.linear_router.weight - before).abs().max())
+        moved = float((layer.router.linear_router.weight.detach() - before).abs().max())
         return [moved, scaler.get_scale()]
 
     assert run_ranks(2, scales) == [[0.0, 4.0]] * 2
@@ -166,6 +166,10 @@ def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
     logits = layer(hidden).router_logits
     assert logits is not None
     return logits.square().sum() + auxiliary_loss(layer)
+
+
+def test_the_norm_of_no_gradients_is_zero() -> None:
+    assert clip_gradients(build_whole(CASES[5])[0], max_norm=1.0) == 0.0
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4], ids="{0}-with-the-same-tokens".format)
