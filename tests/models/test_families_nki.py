@@ -38,10 +38,20 @@ GPT_OSS = Family(
 ALL = {"gpt_oss": GPT_OSS, **FAMILIES}
 # What differs within a family is mostly attention, which is no kernel's.
 VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}
-# Of lists with an entry a layer, as many as SIZES says.
-LISTS: dict[str, dict[str, Any]] = {
+# Of lists with an entry a layer, as many as SIZES says; and a K that divides E, see _leave_no_tie.
+CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 6],
+        "num_experts_per_tok": 2,
+    },
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts_per_tok": 2,
+    },
     "minimax_m3_vl_text": {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse"],
@@ -134,7 +144,7 @@ def _real(call: Call) -> Tensor:
 @torch.inference_mode()
 def follow_all(name: str, folder: Path) -> tuple[Run, Run, Run]:
     """Return runs in float32, in bfloat16, and in bfloat16 through the kernels, of one text."""
-    write_checkpoint(ALL[name].config(**{**SIZES, **LISTS.get(name, {})}), folder, seed=0)
+    write_checkpoint(ALL[name].config(**{**SIZES, **CHANGES.get(name, {})}), folder, seed=0)
     exact = Run(folder, dtype=torch.float32)
     in_blocks = Tuning(block_size=32)  # prompts as short as these would be decoded
     plain, kernels = Run(folder), Run(folder, backend="nki", tuning=in_blocks)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.kernels import PACKS_BFLOAT16
 from tests.neuron_moe.one_path import OnePath
 from tests.neuron_moe.peers import HIDDEN, PEERS, make_peer
 from tests.tolerances import BFLOAT16_FACTOR, FLOAT32_RELATIVE, relative_error, rms_error
@@ -63,7 +64,13 @@ def test_bfloat16_is_no_worse_than_transformers(name: str, tokens: int) -> None:
     assert ours <= BFLOAT16_FACTOR * theirs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.bfloat16, id="bf16", marks=PACKS_BFLOAT16),
+    ],
+)
 @pytest.mark.parametrize("name", PEERS)
 def test_packed_weights_change_nothing(name: str, dtype: torch.dtype) -> None:
     peer = make_peer(name)

@@ -23,6 +23,7 @@ from neuron_moe.weights.expert_weights import ExpertWeights
 from neuron_moe.weights.linear import ExpertLinear
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.common.formula import ExpertFormula
+from tests.kernels import PACKS_BFLOAT16
 from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.tolerances import rms_error
 
@@ -131,7 +132,7 @@ def test_a_copy_for_decode_is_dropped_with_the_weights_it_was_made_from() -> Non
     experts.load_state_dict(mxfp4_state())
     assert experts.weights().decode_copy is None
     with pytest.raises(ValueError, match="for_decode=True: backend='torch' has one layout"):
-        build("torch").pack_weights(for_decode=True)
+        build("torch").float().pack_weights(for_decode=True)
 
 
 def test_narrow_weights_take_half_the_memory() -> None:
@@ -356,7 +357,7 @@ def test_codes_move_and_cast_with_their_module() -> None:
         assert linear.bias is None or linear.bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", ["nki", "torch"])
+@pytest.mark.parametrize("backend", ["nki", pytest.param("torch", marks=PACKS_BFLOAT16)])
 def test_the_load_of_packed_experts_is_counted(backend: str) -> None:
     experts = build(backend)
     experts.load_state_dict(mxfp4_state())
@@ -366,7 +367,7 @@ def test_the_load_of_packed_experts_is_counted(backend: str) -> None:
     assert int(experts.expert_load_E.sum()) == T * K
 
 
-@pytest.mark.parametrize("backend", ["nki", "torch"])
+@pytest.mark.parametrize("backend", ["nki", pytest.param("torch", marks=PACKS_BFLOAT16)])
 def test_a_phase_that_computes_with_a_part_of_packed_weights(backend: str) -> None:
     state = mxfp4_state()
     config = ParallelConfig(tp=1, ep=2, decode_moe_tp=1, decode_moe_ep=1)
@@ -382,7 +383,7 @@ def test_a_phase_that_computes_with_a_part_of_packed_weights(backend: str) -> No
         )
 
 
-@pytest.mark.parametrize("backend", ["nki", "torch"])
+@pytest.mark.parametrize("backend", ["nki", pytest.param("torch", marks=PACKS_BFLOAT16)])
 def test_packed_experts_run_without_routing(backend: str) -> None:
     plain, packed = build(backend), build(backend)
     for experts in (plain, packed):

@@ -29,10 +29,10 @@ from neuron_moe.plan import Step
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
 from neuron_moe.weights import LocalRouting
-from neuron_moe.weights.packed import is_packing_available
 from nki_kernels.index import BlockDims, index_blocks
 from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.prefill import PrefillConfig
+from tests.kernels import PACKS_BFLOAT16
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
     LLAMA4,
@@ -372,9 +372,7 @@ def test_what_kernels_cannot_do_is_refused() -> None:
         build("nki", SILU, {}, torch.bfloat16)(wants_gradient)
 
 
-@pytest.mark.skipif(
-    not is_packing_available(torch.bfloat16), reason="this processor packs no bfloat16"
-)
+@PACKS_BFLOAT16
 def test_weights_that_torch_packed_are_refused() -> None:
     packed = build("torch", SILU, {}, torch.bfloat16)
     packed.expert_mlps.pack_weights()

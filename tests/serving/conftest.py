@@ -26,7 +26,7 @@ OWN_SIZES = {
         name: {"num_attention_heads": 2}
         for name in (
             *("dbrx", "olmoe", "qwen2_moe", "granitemoe", "granitemoeshared", "flex_olmo"),
-            *("granitemoehybrid", "lfm2_moe"),
+            *("granitemoehybrid", "lfm2_moe", "kimi_linear"),
         )
     },
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
@@ -67,7 +67,14 @@ OTHERS = (
     "gemma4_text",
 )
 # With layers that keep a state of each sequence.
-RECURRENT = ("qwen3_5_moe", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2_moe")
+RECURRENT = (
+    "qwen3_5_moe",
+    "qwen3_next",
+    "nemotron_h",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "kimi_linear",
+)
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
