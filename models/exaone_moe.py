@@ -30,7 +30,10 @@ from neuron_moe.models.weight_rules import mlp_rules, projection_names
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 # Other spellings of what is read, and keys of the layer that predicts.
-OTHER_KEYS = ("is_moe_layer", "mtp_loss_type", "mtp_share_layers", "num_nextn_predict_layers")
+OTHER_KEYS = (  # unread: no projection has a bias
+    *("attention_bias", "is_moe_layer", "mtp_loss_type", "mtp_share_layers"),
+    "num_nextn_predict_layers",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ Letters: n rows in, k columns in, m columns out.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +64,19 @@ class JointProducts:
         return torch.split(self._joint(hidden_USH), self._joint.sizes, dim=-1)
 
 
+@cache
 def can_take_linears(dtype: torch.dtype) -> bool:
-    """Say whether vLLM's operator is there, for this dtype."""
-    return bool(_supports_onednn) and dtype in (torch.float32, torch.bfloat16)
+    """Say whether vLLM's operator is there, for this dtype on this processor.
+
+    Without AVX-512 there is none for bfloat16.
+    """
+    if not _supports_onednn or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    try:
+        create_onednn_mm(torch.zeros(32, 32, dtype=dtype).t(), 1)
+    except RuntimeError:
+        return False
+    return True
 
 
 def take_linears(model: DecoderModel) -> None:
