@@ -8,6 +8,7 @@ import pytest
 from tests.lab.fuzz import own_kernels
 from tests.lab.fuzz.attacks import ATTACKS
 from tests.lab.fuzz.kernels import FAULTS
+from tests.rows import thinned
 
 FEW = {
     "torch": range(20),
@@ -58,13 +59,13 @@ def test_faults_of_our_kernels_stand_where_they_are_planted() -> None:
         assert (folder / fault.file).read_text().count(fault.old) == 1, name
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", thinned(FEW, 2))
 def test_known_seeds_find_nothing(name: str, tmp_path: Path) -> None:
     assert problems(name, FEW[name], tmp_path) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", thinned(range(PARTS), PARTS, pytest.mark.slow))
 @pytest.mark.parametrize("name", MORE)
 def test_more_known_seeds_find_nothing(name: str, part: int, tmp_path: Path) -> None:
     assert problems(name, MORE[name][part::PARTS], tmp_path) == []

@@ -13,6 +13,7 @@ from neuron_moe.models.generation import GenerationOptions, generate, pad_left
 from neuron_moe.models.loader import find_model_file, load_model
 from tests.models.families import FAMILIES, names, reference_of, write_checkpoint
 from tests.models.flat_form import assert_flat_form_agrees
+from tests.rows import thinned
 
 PROMPT = torch.arange(40)[None] * 7 % 290  # five windows or chunks long
 SHORT = (torch.arange(240) * 7 % 290).view(20, 12)  # each longer than a window or chunk
@@ -68,7 +69,7 @@ def test_logits_are_those_of_transformers(name: str, made: Checkpoints) -> None:
         assert relative_error(ours(PROMPT), expected) < 1e-4
 
 
-@pytest.mark.parametrize("name", names(is_long=True))
+@pytest.mark.parametrize("name", thinned(names(is_long=True), 2))
 def test_greedy_tokens_are_those_of_transformers(name: str, made: Checkpoints) -> None:
     folder = made(name)
     exact = reference_of(folder)

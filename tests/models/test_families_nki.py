@@ -20,6 +20,7 @@ from neuron_moe.models.loader import load_model
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
 from tests.models.families import FAMILIES, Family, names, write_checkpoint
+from tests.rows import thinned
 from tests.tolerances import BFLOAT16_FACTOR, rms_error
 
 NUM_STEPS = 8
@@ -173,7 +174,10 @@ def added(moe: Any, calls: list[Call], outputs: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_oss", *(each for each in names(slow=VARIANTS) if each.values[0] not in APART)]
+    "name",
+    thinned(
+        ["gpt_oss", *(each for each in names(slow=VARIANTS) if each.values[0] not in APART)], 3
+    ),
 )
 def test_the_kernels_compute_what_torch_computes(name: str, tmp_path: Path) -> None:
     exact, plain, kernels = follow_all(name, tmp_path)

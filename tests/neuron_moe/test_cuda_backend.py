@@ -94,7 +94,7 @@ def test_output_and_gradients_are_those_of_torch(case: str) -> None:
     assert max(errors) < 2e-5, errors
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("save_percent", [0, 60])
 def test_gradients_do_not_depend_on_what_is_kept(save_percent: int) -> None:
     expected = run(build("cuda", **OAI))

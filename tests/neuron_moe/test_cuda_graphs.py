@@ -14,6 +14,7 @@ pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.tools import cli
+from tests.rows import thinned
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E, K, H, I = 4, 2, 32, 32  # noqa: E741
@@ -38,7 +39,7 @@ def run(layer: MoE, call: Callable[[Tensor], Tensor], tokens: int) -> list[Tenso
 
 
 @pytest.mark.parametrize("save_percent", [None, 50])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", thinned([False, True], 2))
 def test_checkpoints_that_recompute_give_the_same(
     reentrant: bool, save_percent: int | None
 ) -> None:
@@ -54,9 +55,9 @@ def test_checkpoints_that_recompute_give_the_same(
 @pytest.mark.parametrize(
     ("dynamic", "trains"),
     [
-        (None, True),
+        pytest.param(None, True, marks=pytest.mark.long),
         *(
-            pytest.param(*case, marks=pytest.mark.long)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in ((None, False), (True, False), (True, True))
         ),
     ],

@@ -228,7 +228,7 @@ def test_products_compile_to_warpgroups_that_fit(name: str) -> None:
     check_product(PRODUCTS[name], reported("products")[name])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_PRODUCTS)
 def test_products_of_other_layouts_compile_too(name: str) -> None:
     check_product(MORE_PRODUCTS[name], reported("more")[name])

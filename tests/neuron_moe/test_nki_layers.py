@@ -18,6 +18,7 @@ from neuron_moe.plan import Step
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
 from tests.neuron_moe.nki_cases import plan_of, route
+from tests.rows import thinned
 
 LAYERS: dict[str, tuple[dict[str, Any], ExpertFormula]] = {
     "gpt-oss-120b-tp8": (
@@ -69,7 +70,7 @@ def error(output: np.ndarray, exact: np.ndarray) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", thinned(LAYERS, 3, pytest.mark.slow))
 def test_experts_of_full_size_are_as_right_as_torch(name: str) -> None:
     params, formula = LAYERS[name]
     case = Case.from_json({"id": name, "kernel": "moe_cte", "params": params})

@@ -56,7 +56,14 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", documented(), ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=pytest.mark.slow if "--out" in words else ())
+        for words in documented()
+    ],
+    ids=" ".join,
+)
 def test_a_documented_command_runs(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ def _failures(names: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(5, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
+    "every", [pytest.param(20, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("package", source.PACKAGES)
 def test_every_module_can_be_imported_first(package: str, every: int) -> None:

@@ -22,6 +22,7 @@ from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
 from nki_sim.lint.linter import lint_file
 from nki_sim.lint.rules import DIALECTS, Dialect
+from tests.rows import thinned
 
 KERNELS = sorted(Path(__file__).parents[2].joinpath("nki_kernels").rglob("*.py"))
 
@@ -66,7 +67,7 @@ def _refused(code: types.CodeType) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("features", ["safe", "open"])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", thinned(SMALL, 4), ids=lambda case: case.id)
 def test_a_kernel_runs_nothing_that_only_a_host_can(
     case: Case, features: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

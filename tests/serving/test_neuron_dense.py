@@ -29,10 +29,12 @@ from tests.models.families import FAMILIES, write_checkpoint
 from tests.neuron_moe import nki_hop
 from tests.ranks import start_ranks, values_of
 from tests.repo.source import ROOT
+from tests.rows import thinned
 from tests.serving import stand_ins
 from tests.serving.conftest import Folders, own_tokens
 from tests.serving.stand_in_runner import Runner, native_class
 
+SLOW = pytest.mark.slow
 PROMPTS = [list(range(3, 8)), list(range(10, 63)), list(range(40, 70))]
 WAIT_S = 1800.0  # for ranks that capture graphs beside other work
 SERVED = ("gpt_oss_120b", "llama4_maverick", "qwen3_235b_a22b", "qwen3_5_397b_a17b")
@@ -117,7 +119,7 @@ def test_four_ranks_whose_axes_do_not_divide_give_the_same_tokens(
     assert _serve(folder, 4, 1) == [(expected, [])] * 4
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("layout", thinned([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], 3), ids=str)
 @pytest.mark.parametrize(
     "name",
     [
@@ -141,7 +143,7 @@ def test_ranks_give_the_same_tokens(name: str, layout: tuple[int, int], folder_o
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [TINY_NAME, "qwen3_moe", "llama4-maverick"])
+@pytest.mark.parametrize("name", thinned(["qwen3_moe", TINY_NAME, "llama4-maverick"], 3, SLOW))
 def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of: Folders) -> None:
     folder = folder_of(name)
     expected = own_tokens(folder, PROMPTS, 6)
@@ -153,8 +155,17 @@ def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("size", "ep_degree"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "ep2"])
-@pytest.mark.parametrize("name", [TINY_NAME, "qwen3_moe", "qwen3_5_moe", "llama4-maverick"])
+@pytest.mark.parametrize(
+    ("size", "ep_degree"),
+    [
+        pytest.param(1, 1, id="one"),
+        pytest.param(2, 1, id="tp2"),
+        pytest.param(2, 2, id="ep2", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_moe", *thinned(["qwen3_moe", TINY_NAME, "llama4-maverick"], 3, SLOW)]
+)
 def test_graphs_with_kernels_alone_give_the_tokens_of_generate(
     name: str, size: int, ep_degree: int, folder_of: Folders
 ) -> None:

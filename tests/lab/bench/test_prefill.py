@@ -538,7 +538,7 @@ def test_a_range_is_forgotten_with_the_time_it_belongs_to() -> None:
     assert kept_range(row, 2.5) == kept_range(None, 2.0) == UNKNOWN
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_nxd_runs_by_default_stands_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ def test_a_sum_on_chip_takes_what_the_collective_takes_at_any_rate(
         assert row["inside_us"]["1"] == pytest.approx(after, abs=1.0)  # type: ignore[index]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_portions_of_a_prefill_are_added_up_under_the_next_ones_sum(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -15,6 +15,7 @@ from lab.check.kernel_cases.decode_models import (
 )
 from lab.check.kernel_cases.models import LAYERS
 from lab.check.vendor_cases.case import Case, Limits, Skipped
+from tests.rows import thinned
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)
 DECODE = {
@@ -138,7 +139,9 @@ def test_small_cases_of_every_kind_pass(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", quick_cases(), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", thinned(quick_cases(), 4, pytest.mark.slow), ids=lambda case: case.id
+)
 def test_a_rank_of_every_model_passes(case: Case) -> None:
     result = check_kernels.run_case(case, NO_LIMITS)
     assert result.outcome == "passed", result.reason

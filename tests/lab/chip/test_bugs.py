@@ -228,7 +228,7 @@ def check_all(tmp_path: Path, bugs: Sequence[str]) -> None:
     assert outcomes["small/index"] == outcomes["small/combine"] == "works"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bugs", [["skipped-transpose", "lnc", "two-launches"], list(BUGS)])
 def test_a_check_with_bugs_has_every_row(
     bugs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

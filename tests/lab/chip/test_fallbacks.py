@@ -29,7 +29,7 @@ def test_a_fallback_is_right(switch: str) -> None:
     assert found["right"], found["why"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_fallback_has_a_cost_on_the_shapes_of_a_model(switch: str) -> None:
     assert cost(FALLBACKS[switch], on_full=True)["cost"] > 1.0

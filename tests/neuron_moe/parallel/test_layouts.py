@@ -242,7 +242,7 @@ EXTRA_CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_layout_equals_one_process(run_ranks: Any, size: int) -> None:
     cases = list(core_cases(size)) + (EXTRA_CASES if size == 8 else [])
     results = run_ranks(size, lambda rank: run_cases(cases, rank))

@@ -94,7 +94,7 @@ class Way(NamedTuple):
     def pace(self) -> str:
         """The mark of what takes its time: compilers, an interpreter, many ranks."""
         is_interpreted = self.backend == "cuda" and self.device == "cpu"
-        if is_interpreted and RANKS[self.copies] > 2:
+        if is_interpreted or (self.graph == "compiled" and RANKS[self.copies] > 2):
             return "slow"
         is_long = self.graph == "compiled" or self.backend == "cuda" or RANKS[self.copies] > 2
         return "long" if is_long else ""

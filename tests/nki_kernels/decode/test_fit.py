@@ -16,6 +16,7 @@ from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.cases import GPT_OSS, records
 from tests.nki_kernels.routings import choose_experts
+from tests.rows import thinned
 
 # H, I, E, K of the models' public configurations.
 MODELS = {
@@ -47,7 +48,7 @@ def config_of(model: str, T: int, tp: int, ep: int = 1, **options: Any) -> Decod
 
 @pytest.mark.parametrize("weight_format", list(FORMATS))
 @pytest.mark.parametrize("layout", ["ehi", "packed"])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", thinned(MODELS, 5))
 def test_every_model_fits_at_every_split(model: str, layout: str, weight_format: str) -> None:
     _, I, E, _ = MODELS[model]  # noqa: E741
     options = {"layout": layout, "format": weight_format, **FORMATS[weight_format]}
@@ -85,7 +86,12 @@ def simulated_us(config: DecodeConfig, routing: str) -> float:
 @pytest.mark.parametrize("routing", ["uniform", "zipf"])
 @pytest.mark.parametrize(
     ("model", "tp", "T"),
-    [("gpt-oss-20b", 8, 4), ("gpt-oss-20b", 8, 64), ("qwen3-30b", 8, 1), ("llama4-scout", 64, 128)],
+    [
+        ("gpt-oss-20b", 8, 4),
+        pytest.param("gpt-oss-20b", 8, 64, marks=pytest.mark.long),
+        ("qwen3-30b", 8, 1),
+        pytest.param("llama4-scout", 64, 128, marks=pytest.mark.long),
+    ],
 )
 def test_the_mode_is_within_3_percent_of_the_faster(
     model: str, tp: int, T: int, routing: str

@@ -60,7 +60,7 @@ def test_every_model_gets_a_layout_and_a_reason(
     assert "assumed" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_ultraserver_nodes_and_a_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def test_a_model_started_with_the_file_reports_the_tuned_plan(
     assert "256 tokens:" in capsys.readouterr().out  # how sure it is
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_results_are_kept_and_nothing_runs_twice(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,7 @@ prefill:
         deployment.tuned_by(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_short_prompt_is_held_against_the_decode_kernel(model: str, tmp_path: Path) -> None:
     (bucket,) = run(model, tmp_path, "--quick", "--buckets", "16")["buckets"]
     assert bucket["untuned"] == {"tokens": 16, "mode": "all_experts"}
@@ -201,7 +201,7 @@ def test_a_short_prompt_is_held_against_the_decode_kernel(model: str, tmp_path: 
     assert (tuned.for_prefill(16) is None) == (bucket["chosen"] == bucket["untuned"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plan_of_long_prompts_is_not_for_short_ones(model: str, tmp_path: Path) -> None:
     run(model, tmp_path, "--quick")
     tuned = read_tuned(tmp_path / "t.yaml").plans
