@@ -82,6 +82,9 @@ class ServingOptions:
         Raises:
             ValueError: a key or value that is none of ours.
         """
+        for key in additional_config:
+            if key != OPTIONS_KEY and key.replace("-", "_").lower() == OPTIONS_KEY:
+                raise ValueError(f"additional_config: {key!r} must be {OPTIONS_KEY!r}. Correct it.")
         given = additional_config.get(OPTIONS_KEY, {})
         known = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping):

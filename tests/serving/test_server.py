@@ -204,6 +204,12 @@ def test_a_wrong_option_is_named(given: Any, words: str) -> None:
         ServingOptions.read({OPTIONS_KEY: given})
 
 
+def test_a_key_spelt_otherwise_is_not_passed_by() -> None:
+    with pytest.raises(ValueError, match="'neuron-moe' must be 'neuron_moe'"):
+        ServingOptions.read({"neuron-moe": {"backend": "nki"}})
+    assert ServingOptions.read({"neuron_config": {}}) == ServingOptions()
+
+
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (1, 4), (2, 2)])
 def test_each_rank_has_the_threads_asked_for_on_any_core(
     ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
