@@ -10,6 +10,7 @@ import transformers
 from neuron_moe.models.loader import load_model
 from tests.models.families import reference_of, write_checkpoint
 from tests.models.odd_configs import BASES, configs
+from tests.rows import thinned
 
 REFUSED = {
     *(  # linear attention reads the activation too
@@ -78,7 +79,7 @@ def test_a_model_with_a_vision_tower_may_tie_its_embeddings(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", thinned(BASES, 3, pytest.mark.slow))
 def test_every_change_is_read_as_transformers_reads_it(base: str, tmp_path: Path) -> None:
     refused, wrong = set(), []
     for change, values in configs(base):

@@ -20,6 +20,7 @@ from neuron_moe.quantize import E4M3_NEURON, E5M2, decode_mxfp4, quantize_fp8
 from neuron_moe.weights.linear import ExpertLinear
 from neuron_moe.weights.narrow import NarrowMatrices
 from tests.neuron_moe.test_cuda_backend import CASES, DEVICE, apart
+from tests.rows import thinned
 
 FORMATS = {"float8_e4m3": E4M3_NEURON, "float8_e5m2": E5M2, "mxfp4": None}
 E, K, H, I = 3, 2, 64, 64  # noqa: E741  the axis letters of the project
@@ -99,7 +100,7 @@ def test_codes_are_multiplied_as_torch_decodes_them(
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, 4, pytest.mark.slow))
 @pytest.mark.parametrize(
     ("tokens", "most_unsorted"), [(1, 512), (40, 512), (40, 0)], ids=["one", "unsorted", "sorted"]
 )

@@ -17,6 +17,7 @@ import nki_kernels.provided  # noqa: F401  answers to `import nki`
 from lab.chip import neuron, worker
 from lab.chip.check import _START
 from lab.chip.device import Job
+from tests.rows import thinned
 
 STUB = Path(__file__).parent / "sdk_stub"
 ROOT = Path(__file__).parents[3]
@@ -134,7 +135,7 @@ FAILURES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", FAILURES)
+@pytest.mark.parametrize("step", thinned(FAILURES, 3, pytest.mark.slow))
 def test_a_step_that_fails_is_one_sentence(step: str, tmp_path: Path) -> None:
     compiled, words = FAILURES[step]
     row, _ = row_of(tmp_path, step)

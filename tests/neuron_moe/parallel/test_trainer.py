@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from neuron_moe.transformers_experts import register_experts
 from tests.neuron_moe.test_transformers_experts import qwen
+from tests.rows import thinned
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -67,7 +68,7 @@ WAYS = {
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of two libraries about a CPU
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("save_percent", [None, 0])
+@pytest.mark.parametrize("save_percent", thinned([None, 0], 2, pytest.mark.slow))
 def test_the_trainer_has_the_losses_of_its_own_experts(
     tmp_path: Path, way: str, save_percent: int | None
 ) -> None:
