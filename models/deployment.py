@@ -153,13 +153,7 @@ class Deployment:
             ValueError: the file is of another model, or of other ranks.
         """
         found = read_tuned(path)
-        for name in ("model", "tp", "ep", "lnc"):
-            here, there = getattr(self, name), getattr(found, name)
-            if here != there:
-                raise ValueError(
-                    f"{path}: tuned for {name}={there}, the deployment has {name}={here}. Tune for"
-                    f" --{name} {here}."
-                )
+        found.check(str(path), model=self.model, tp=self.tp, ep=self.ep, lnc=self.lnc)
         return replace(self, buckets=found.plans.prefill)
 
     @property

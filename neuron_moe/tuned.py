@@ -168,6 +168,20 @@ class TunedModel:
         for name in ("tp", "ep", "lnc"):
             check_positive_int(name, getattr(self, name))
 
+    def check(self, where: str, **wanted: str | int) -> None:
+        """Raise ValueError where it was tuned for another model, or for other ranks or cores.
+
+        Args:
+            where: the file.
+            wanted: `model`, `tp`, `ep`, `lnc` of what it is taken for, or some of them.
+        """
+        for name, here in wanted.items():
+            if here != (there := getattr(self, name)):
+                raise ValueError(
+                    f"{where}: tuned for {name}={there}, not for {name}={here}. Tune for --{name}"
+                    f" {here}."
+                )
+
     def write(self, path: Path, comment: str) -> None:
         """Write the file in one step, a comment first."""
         values = {name: getattr(self, name) for name in ("model", "tp", "ep", "lnc")}

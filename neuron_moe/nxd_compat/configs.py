@@ -296,12 +296,7 @@ class BlockwiseMatmulConfig(_Settable):
             ValueError: the file is not as it must be, or was tuned for other cores.
         """
         found = read_tuned(path)
-        cores = kwargs.setdefault("logical_nc_config", found.lnc)
-        if cores != found.lnc:
-            raise ValueError(
-                f"{path}: tuned for {found.lnc} physical cores per logical core, not"
-                f" logical_nc_config={cores}. Tune with --lnc {cores}."
-            )
+        found.check(str(path), lnc=kwargs.setdefault("logical_nc_config", found.lnc))
         return cls.from_kwargs(tuned=found.plans.to_dict(), **kwargs)
 
 

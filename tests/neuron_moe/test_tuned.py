@@ -158,7 +158,7 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
 
 def test_what_contradicts_tuned_plans_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "tuned.yaml")
-    with pytest.raises(ValueError, match="tuned for 2 physical cores"):
+    with pytest.raises(ValueError, match="tuned for lnc=2, not for lnc=1"):
         BlockwiseMatmulConfig.from_tuned(path, logical_nc_config=1)
     with pytest.raises(ValueError, match="block_size=64 beside tuned plans"):
         layer(BlockwiseMatmulConfig.from_tuned(path, block_size=64))

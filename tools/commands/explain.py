@@ -26,7 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     check_positive_int("--tokens", args.tokens)
     raw_config, _ = read_model(Path(args.model))
-    tuned = TunedPlans() if args.tuned is None else read_tuned(args.tuned).plans
+    tuned, title = TunedPlans(), f"{args.model}, TP {args.tp} x EP {args.ep}"
+    if args.tuned is not None:
+        found = read_tuned(args.tuned)
+        found.check(str(args.tuned), tp=args.tp, ep=args.ep, lnc=args.lnc)
+        tuned, title = found.plans, f"{title}, tuned as {found.model}"
     tuning = Tuning(
         block_size=args.block_size,
         num_cores=args.lnc,
@@ -38,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         raw_config, args.model, tp=args.tp, ep=args.ep, backend=args.backend, tuning=tuning
     )
     told = layer.plan(args.phase, args.tokens).explain()
-    print(f"{args.model}, TP {args.tp} x EP {args.ep}, backend {args.backend}\n{told}")
+    print(f"{title}, backend {args.backend}\n{told}")
     if args.json:
         print_json_line(
             "explain",

@@ -1,11 +1,13 @@
 """neuron-moe explain: what runs, without weights, and how to change it."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from neuron_moe.tools.commands import explain
+from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, Any]]:
@@ -54,3 +56,18 @@ def test_torch_has_no_kernels_to_plan(capsys: pytest.CaptureFixture[str]) -> Non
 def test_bad_input_ends_with_a_message(args: list[str], message: str) -> None:
     with pytest.raises((ValueError, OSError), match=message):
         explain.main(args)
+
+
+def test_a_file_tuned_for_other_ranks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, decode = tmp_path / "tuned.yaml", TunedDecode(tokens=64, mode="all_experts")
+    TunedModel(model="mixtral_8x7b", tp=8, ep=1, lnc=2, plans=TunedPlans(decode=(decode,))).write(
+        path, ""
+    )
+    args = ("--model", "mixtral_8x7b", "--phase", "decode", "--tokens", "8", "--tuned", str(path))
+    text, told = run(capsys, *args, "--tp", "8")
+    assert "tuned as mixtral_8x7b" in text
+    assert told["path"] == "all_experts"
+    with pytest.raises(ValueError, match="tuned for tp=8, not for tp=4"):
+        explain.main([*args, "--tp", "4"])
