@@ -209,8 +209,9 @@ class Deployment:
             experts.check_topology(self.instance, self.lnc)
             self.spread.check(config, model)
         except ValueError as error:
-            layouts = self._layouts(self.instance, self.lnc)
-            raise ValueError(f"{error}{self._way_out(layouts)}") from error
+            layouts = list(self._layouts(self.instance, self.lnc))  # none with such cores
+            way_out = self._way_out(iter(layouts)) if layouts else ""
+            raise ValueError(f"{error}{way_out}") from error
 
     def _check_memory(self) -> None:
         memory = self.memory()

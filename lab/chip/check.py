@@ -220,12 +220,12 @@ class _Check:
         known = self.kept(name)
         if known is not None and known.outcome in ("works", "wedges") and not self._options.again:
             return known
+        why = self._why_not(name)
+        if why:
+            return known or Row(name=name, why=f"not tried: {why}")
         simulated = None
         if name in CASES:
             simulated = _in_a_process(self._options, name, SIMULATOR, "")["us"]
-        why = self._why_not(name)
-        if why:
-            return known or Row(name=name, simulated_us=simulated, why=f"not tried: {why}")
         begin = time.monotonic()
         found = _in_a_process(self._options, name, self._where, self._plants.get(name, ""))
         seconds = time.monotonic() - begin

@@ -107,7 +107,9 @@ def _read_config_option(config: str | None) -> tuple[str, str | None, dict[str, 
     if found := re.search(r"lnc_?(\d)", rest):
         rest, settings["lnc"] = rest.replace(found[0], ""), int(found[1])
     rest = rest.strip("_")
-    named = find_config(rest) or check_choice("config", rest, config_names()) if rest else None
+    named = find_config(rest) if rest else None
+    if rest and named is None:
+        check_choice("config", config, (*config_names(), *INSTANCES))
     return machine, named, settings
 
 

@@ -117,15 +117,16 @@ def test_the_same_command_goes_on_with_what_is_not_right(
     assert len(fake_worker) > 2
 
 
-def test_without_a_device_the_simulated_times_are_told(
+def test_without_a_device_nothing_is_tried(
     tmp_path: Path, fake_worker: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--against", "sim:1", "--match", INDEX, "--plant", "no-device"]
     status, found = _check(tmp_path, *argv)
     (row,) = found["rows"]
     assert status == 1
-    assert (row["simulated_us"], row["us"], row["why"]) == (20.0, None, "not tried: see FAIL above")
+    assert (row["simulated_us"], row["us"], row["why"]) == (None, None, "not tried: see FAIL above")
     assert row["outcome"] == "not tried"
+    assert not fake_worker
     assert "FAIL  device: no device" in capsys.readouterr().out
 
 

@@ -172,8 +172,9 @@ REFUSED = {
     ),
     "trn1": (("--config", "gpt-oss-20b@trn1.32xlarge"), "our kernels do not run there: .*SBUF"),
     "trn3": (("--config", "trn3", "--model", "gpt_oss_20b"), "our kernels do not run there"),
-    "lnc": (("--config", "gpt-oss-20b-lnc3"), "lnc=3: must be 1 or 2"),
-    "model": (("--config", "gpt-oss-12b"), "config='gpt_oss_12b'.*Did you mean 'gpt_oss_120b'"),
+    "lnc": (("--config", "gpt-oss-20b-lnc3"), r"lnc=3: must be 1 or 2.*Use 2\.$"),
+    "machine": (("--config", "trn2.24xlarge"), "Did you mean 'trn2.48xlarge'"),
+    "model": (("--config", "gpt-oss-12b"), "config='gpt-oss-12b'.*Did you mean 'gpt_oss_120b'"),
     "no model": (("--config", "trn2.48xlarge"), "names no model. Add --model"),
     "no model at all": ((), "compile: no model. Add --model"),
     "setting": (("--config", "gpt-oss-20b", "--set", "bach=4"), "Did you mean 'batch'"),
@@ -376,9 +377,8 @@ def test_the_hand_over_of_the_page_is_the_one_that_runs(
     checkpoint: Path, built: Path, sdk: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    settings = json.loads((built / "neuron_config.json").read_text())
-    names = {"settings": settings, "folder": str(checkpoint), "compiled": str(built / "compiled")}
-    exec(compile(block, "docs/compile.md", "exec"), names)
+    block = block.replace('"DIR"', repr(str(checkpoint))).replace('"build/', f'"{built}/')
+    exec(compile(block, "docs/compile.md", "exec"), {})
     of_page = [*sdk]
     sdk.clear()
     run(capsys, 0, "--model", str(checkpoint), *SMALL, "--out", str(built))
