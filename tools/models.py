@@ -25,6 +25,11 @@ MODEL_HELP = (
 def add_checkpoint_option(parser: Parser, told: str = CHECKPOINT_HELP) -> None:
     """Add --model and --download, which `checkpoint_of` reads."""
     parser.add_argument("--model", type=Path, required=True, help=told)
+    add_download_option(parser)
+
+
+def add_download_option(parser: Parser) -> None:
+    """Add --download."""
     parser.more.add_argument(
         "--download", action="store_true", help="fetch what the hub's cache does not hold of it"
     )

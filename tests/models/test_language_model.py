@@ -236,10 +236,11 @@ def test_without_a_network_a_download_ends_with_one_line(
     cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert cli.main(["generate", "--model", HUB_ID, "--download", "--prompt-ids", "1"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert f"model={HUB_ID}: cannot be downloaded" in error
-    assert "\n" not in error
+    for words in (["generate", "--prompt-ids", "1"], ["compile", "--out", "nowhere"]):
+        assert cli.main([*words, "--model", HUB_ID, "--download"]) == 2
+        error = capsys.readouterr().err.strip()
+        assert f"model={HUB_ID}: cannot be downloaded" in error
+        assert "\n" not in error
 
 
 def documented(kind: str) -> str:

@@ -35,6 +35,7 @@ from neuron_moe.tools.compile.store import (
     write_json,
 )
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line, progress_bar
+from neuron_moe.tools.models import add_download_option
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.parsers import Parser
 
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     torch.set_num_threads(1)  # shapes only: threads would wait for one another
     try:
-        request = find_request(args.model, args.config, args.set)
+        request = find_request(args.model, args.config, args.set, download=args.download)
     except DoesNotFit as error:
         if args.json:
             memory = error.memory.to_dict()
@@ -236,7 +237,10 @@ def _step_row(bucket: dict[str, Any]) -> tuple[str, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("compile", __doc__, exits=_EXITS)
-    parser.add_argument("--model", help="folder of a checkpoint, or name of a configuration")
+    parser.add_argument(
+        "--model", help="folder or hub id of a checkpoint, or name of a configuration"
+    )
+    add_download_option(parser)
     parser.add_argument(
         "--config", help="machine, model, both (gpt-oss-120b@trn2.3xlarge), or a JSON file"
     )

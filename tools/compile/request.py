@@ -44,13 +44,16 @@ class Request:
     folder: Path | None
 
 
-def find_request(model: str | None, config: str | None, changes: Sequence[str]) -> Request:
+def find_request(
+    model: str | None, config: str | None, changes: Sequence[str], *, download: bool = False
+) -> Request:
     """Find model and settings.
 
     Args:
         model: folder of a checkpoint, or name of a shipped configuration; None: `config` names it.
         config: a machine, a model, both, or a file; None: `model` on the default machine.
         changes: settings as "batch=8".
+        download: fetch a model of the hub that its cache does not hold.
 
     Raises:
         ValueError: a name that is not known, or a setting that cannot be.
@@ -60,7 +63,7 @@ def find_request(model: str | None, config: str | None, changes: Sequence[str]) 
     named = (named if model is None else _known_model(model)) or named
     folder = None
     if model is not None and _known_model(model) is None:
-        folder = checkpoint_folder(model)
+        folder = checkpoint_folder(model, download=download)
         raw_config: Mapping[str, Any] = read_config(folder)
         label, twin = str(model), named or _twin(raw_config)
     else:
