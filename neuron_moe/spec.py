@@ -326,8 +326,8 @@ class Tuning:
         num_cores: physical cores of a logical core (LNC).
         shard_plan: how prefill spreads over cores: 'balanced' (work tiles of equal size side by
             side), 'block', 'intermediate', 'hidden', or 'auto', the choice of the cost model.
-        loop_plan: 'sorted' (run-time trips, weights stay for all row tiles of a work tile),
-            'dynamic' (run-time trips, one row tile each) or 'static' (the worst case).
+        loop_plan: 'sorted' (run-time iterations, weights stay for all row tiles of a work tile),
+            'dynamic' (run-time iterations, one row tile each) or 'static' (the worst case).
         in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
         skip_weights: an expert's weights stay for its next row tile.
         decode_mode: 'selective' (a list of the experts that were chosen), 'all_experts' (each is

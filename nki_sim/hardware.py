@@ -142,7 +142,7 @@ class Hardware:
     launch_ns: float
     launch_pair_ns: float
     semaphore_ns: float
-    loop_trip_ns: float
+    loop_iteration_ns: float
     register_load_sbuf_ns: float
     register_load_hbm_ns: float
     register_store_ns: float
@@ -329,7 +329,7 @@ TRN2: Final = Hardware(
     launch_ns=11_000.0,
     launch_pair_ns=8_500.0,
     semaphore_ns=30.0,
-    loop_trip_ns=300.0,
+    loop_iteration_ns=300.0,
     register_load_sbuf_ns=200.0,
     register_load_hbm_ns=1500.0,
     register_store_ns=200.0,
@@ -447,7 +447,7 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "launch_ns": _m("fit to QoR of LIB's mlp_tkg on one core", 8_000.0, 16_000.0),
     "launch_pair_ns": _m("fit to QoR of LIB's mlp_tkg on two cores", 4_500.0, 12_500.0),
     "semaphore_ns": _m("DMAOV figures: 10 to 35 ns"),
-    "loop_trip_ns": _a("not published"),
+    "loop_iteration_ns": _a("not published"),
     "register_load_sbuf_ns": _a("not published"),
     "register_load_hbm_ns": _a("not published; about one small DMA"),
     "register_store_ns": _a("not published"),

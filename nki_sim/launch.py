@@ -164,7 +164,7 @@ def _grid(grid: Any) -> tuple[int, ...]:
 
 
 class AddressRotation(Enum):
-    """Which tensors the compiler may move from trip to trip."""
+    """Which tensors the compiler may move from iteration to iteration."""
 
     AUTO = "auto"
     ENABLE = "enable"
@@ -176,7 +176,7 @@ class CompileConfig:
     """What `nki.jit` tells the compiler; nothing of it is simulated.
 
     Attributes:
-        address_rotation: which tensors it may move from trip to trip.
+        address_rotation: which tensors it may move from iteration to iteration.
         prefetch_auto: whether it looks for loads to prefetch.
         nki_alloc_fallback: whether another allocator is tried when that of NKI fails.
         non_ssa_legalization, dead_code_elim, barrier_check: passes of its back end.

@@ -4,8 +4,8 @@ Nobody can say from here what the vendor's compiler takes; but kernels that run 
 and the simulator runs them. A `Recorder` watches runs and keeps their uses. A use is one aspect of
 an instruction: its engine with the memories of its operands, their types, its operation, an
 argument, how many levels an access pattern has, what an offset is read from, how data move, that it
-stands in a dynamic loop; or an aspect of a loop, such as what one trip leaves to the next. Sizes
-are no part of it. Where a use has levels, one with more has not been seen in one with fewer.
+stands in a dynamic loop; or an aspect of a loop, such as what one iteration leaves to the next.
+Sizes are no part of it. Where a use has levels, one with more has not been seen in one with fewer.
 
 `Table` is what was recorded of public kernels, by source; `precedents.json` beside this file is
 shipped. "No public precedent" does not mean illegal: nobody showed that it works.
@@ -34,7 +34,7 @@ from nki_sim.machine.system import watching
 TABLE: Final = Path(__file__).with_name("precedents.json")
 LOOP: Final = "dynamic loop"
 INSTRUCTION: Final = "instruction"
-_OF_LOOPS: Final = ("from trip to trip", "from loop to loop", "cores", "trips")
+_OF_LOOPS: Final = ("from iteration to iteration", "from loop to loop", "cores", "iterations")
 _COMPUTES: Final = ("vector", "scalar", "gpsimd")
 _WRITTEN: Final = ("dst", "reduce_res")
 _ELSEWHERE: Final = ("name", "engine", "dge_mode", "oob_mode")  # other aspects have these arguments
@@ -81,7 +81,7 @@ _REMARKS: Final = (
         LOOP,
         "left by dma",
         "NKI 0.4 fixed races between what a dynamic loop's body and what stands before it access"
-        " (release notes); no page says what may be under way from trip to trip",
+        " (release notes); no page says what may be under way from iteration to iteration",
     ),
     ("max8", "psum", "the page names no memory (nki.isa.max8)"),
     ("nc_find_index8", "psum", "the page names no memory (nki.isa.nc_find_index8)"),
@@ -260,14 +260,14 @@ _DOCUMENTED: Final = (
     ("dma_copy", "types", "dst (.*), src \\1", 0, "any type (nki.isa.dma_copy)"),
     (
         LOOP,
-        "trips",
+        "iterations",
         "none",
         0,
         "a loop is like one over range(lower, upper, step) (nki.language.fori_loop)",
     ),
     (
         LOOP,
-        "from (trip to trip|loop to loop)",
+        "from (iteration to iteration|loop to loop)",
         "left by (vector|scalar|gpsimd|dma and read) in sbuf, .*",
         0,
         "state is carried through SBUF, and what a body writes persists after the loop"
@@ -502,13 +502,13 @@ _Area = tuple[int, int, int, int]
 
 @dataclass
 class _Written:
-    """A range of on-chip memory, who wrote it, the trips of loops in which it did, and whether it
-    was read in one of them, so that nothing of it was under way at its end.
+    """A range of on-chip memory, who wrote it, the iterations of loops in which it did, and whether
+    it was read in one of them, so that nothing of it was under way at its end.
     """
 
     memory: tr.MemoryRange
     engine: int
-    trips: tuple[tuple[int, int], ...]
+    iterations: tuple[tuple[int, int], ...]
     area: _Area
     is_read: bool = False
 
@@ -517,7 +517,7 @@ class _Written:
 class _Walk:
     """Where the walk through the trace of one core is."""
 
-    trips: list[tuple[int, int]] = field(default_factory=list)
+    iterations: list[tuple[int, int]] = field(default_factory=list)
     bodies: list[set[int]] = field(default_factory=list)  # by number of loop, its lines
     begins: list[int] = field(default_factory=list)  # likewise, the line of the loop itself
     written: defaultdict[int, list[_Written]] = field(default_factory=lambda: defaultdict(list))
@@ -537,19 +537,19 @@ def _loop_aspects(trace: tr.Trace) -> Iterator[tuple[Use, int, int]]:
         if isinstance(facts, tr.ControlFacts) and facts.kind.startswith("loop"):
             yield from _step(walk, facts.kind, row[tr.LINE])
             continue
-        for loop, _ in walk.trips:
+        for loop, _ in walk.iterations:
             walk.bodies[loop].add(row[tr.LINE])
         start, middle = first[number], first[number] + row[tr.NUM_READS]
         reads, writes = operands[start:middle], operands[middle : first[number + 1]]
         if isinstance(facts, tr.MatmulFacts) and facts.accumulates:
             reads = reads + writes
-        if walk.trips:
+        if walk.iterations:
             for value, kind in _kept(walk, row[tr.ENGINE], [trace.ranges[k] for k in reads], trace):
                 yield Use(LOOP, kind, value), 0, row[tr.LINE]
         for memory in (trace.ranges[k] for k in writes):
             if trace.storages[memory.storage].space != tr.HBM:
                 known = walk.written[memory.storage]
-                new = _Written(memory, row[tr.ENGINE], tuple(walk.trips), _area(memory))
+                new = _Written(memory, row[tr.ENGINE], tuple(walk.iterations), _area(memory))
                 known[:] = [one for one in known if not _covers(new, one)]
                 known.append(new)
     yield from _differing(list(walks.values()))
@@ -558,22 +558,22 @@ def _loop_aspects(trace: tr.Trace) -> Iterator[tuple[Use, int, int]]:
 def _step(walk: _Walk, kind: str, line: int) -> Iterator[tuple[Use, int, int]]:
     """Follow the marks of a loop."""
     if kind == "loop_begin":
-        walk.trips.append((len(walk.bodies), 0))
+        walk.iterations.append((len(walk.bodies), 0))
         walk.bodies.append(set())
         walk.begins.append(line)
-        yield Use(LOOP, "place", "inside another"), len(walk.trips), line
-    elif kind == "loop_trip":
-        loop, trip = walk.trips[-1]
-        walk.trips[-1] = loop, trip + 1
-    elif walk.trips.pop()[1] == 0:
-        yield Use(LOOP, "trips", "none"), 0, line
+        yield Use(LOOP, "place", "inside another"), len(walk.iterations), line
+    elif kind == "loop_iteration":
+        loop, iteration = walk.iterations[-1]
+        walk.iterations[-1] = loop, iteration + 1
+    elif walk.iterations.pop()[1] == 0:
+        yield Use(LOOP, "iterations", "none"), 0, line
 
 
 def _kept(
     walk: _Walk, engine: int, reads: Sequence[tr.MemoryRange], trace: tr.Trace
 ) -> Iterator[tuple[str, str]]:
-    """Yield what an instruction reads of an earlier trip or of an earlier loop."""
-    now, trips = dict(walk.trips), tuple(walk.trips)
+    """Yield what an instruction reads of an earlier iteration or of an earlier loop."""
+    now, iterations = dict(walk.iterations), tuple(walk.iterations)
     for memory in reads:
         written = walk.written.get(memory.storage)
         if not written:
@@ -584,20 +584,20 @@ def _kept(
             area = q0, q1, c0, c1 = one.area
             if q0 >= p1 or p0 >= q1 or c0 >= b1 or b0 >= c1:
                 continue
-            one.is_read = one.is_read or one.trips == trips
+            one.is_read = one.is_read or one.iterations == iterations
             if not left or not any(_overlap(part, area) for part in left):
                 continue  # written over since
             if not one.memory.dims or one.memory == memory:
                 left = [rest for part in left for rest in _minus(part, area)]
-            if not one.trips or one.trips == trips:
+            if not one.iterations or one.iterations == iterations:
                 continue
             space = tr.SPACE_NAMES[trace.storages[memory.storage].space]
             by, to = tr.ENGINE_NAMES[one.engine], tr.ENGINE_NAMES[engine]
             past = " and read" if one.is_read and by == "dma" else ""
             words = f"left by {by}{past} in {space}, read by {to}"
-            if any(now.get(loop, trip) != trip for loop, trip in one.trips):
-                yield words, "from trip to trip"
-            elif not any(loop in now for loop, _ in one.trips):
+            if any(now.get(loop, iteration) != iteration for loop, iteration in one.iterations):
+                yield words, "from iteration to iteration"
+            elif not any(loop in now for loop, _ in one.iterations):
                 yield words, "from loop to loop"
 
 

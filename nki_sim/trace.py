@@ -189,8 +189,8 @@ class SyncFacts(NamedTuple):
 class ControlFacts(NamedTuple):
     """Registers and dynamic loops.
 
-    `kind`: register_load, register_store, register_move, loop_begin, loop_trip (start of each
-    trip), loop_end. `space` is the memory that a load or store touches, -1 for none.
+    `kind`: register_load, register_store, register_move, loop_begin, loop_iteration (start of each
+    iteration), loop_end. `space` is the memory that a load or store touches, -1 for none.
     """
 
     kind: str

@@ -103,7 +103,7 @@ def our_runs(tuning: Tuning = _TUNING, *, is_quick: bool = False) -> Iterator[tu
 def case_params(tuning: Tuning) -> dict[str, str]:
     """Return how the kernels of a case are to go about it, as parameters of the case."""
     prefill, decode = features.prefill_request(tuning), features.decode_request(tuning)
-    return {"trips": prefill.trips, "sums": decode.sums}
+    return {"iterations": prefill.iterations, "sums": decode.sums}
 
 
 def _run_case(case: Any, run: Callable[..., Any]) -> None:
@@ -285,7 +285,7 @@ def _idle_loops(trace: Trace) -> set[int]:
     begun: dict[tuple[int, int], list[bool]] = {}
     for row in rows.tolist():
         facts = trace.facts[row[FACTS]]
-        if isinstance(facts, ControlFacts) and facts.kind in ("loop_begin", "loop_trip"):
+        if isinstance(facts, ControlFacts) and facts.kind in ("loop_begin", "loop_iteration"):
             entered = begun.setdefault((row[RANK], row[CORE]), [])
             if facts.kind == "loop_begin":
                 entered.append(False)

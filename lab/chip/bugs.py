@@ -80,7 +80,7 @@ def _searches_psum(_job: Job, code: list[Instruction]) -> bool:
     )
 
 
-def _sums_over_trips(_job: Job, code: list[Instruction]) -> bool:
+def _sums_over_iterations(_job: Job, code: list[Instruction]) -> bool:
     return any(
         isinstance(one.facts, MatmulFacts) and one.facts.accumulates and one.loop_depth > 0
         for one in code
@@ -122,7 +122,7 @@ BUGS: Final = {
         where="no issue: no document says it works",
         effect="wrong",
         message="",
-        meets=_sums_over_trips,
+        meets=_sums_over_iterations,
     ),
 }
 
@@ -203,7 +203,7 @@ class _BuggyKernel:
 
 
 def _spoilt(array: np.ndarray) -> np.ndarray:
-    """Return an array that misses what one trip would have added to its largest number."""
+    """Return an array that misses what one iteration would have added to its largest number."""
     spoilt = np.array(array)
     flat = spoilt.reshape(-1)
     flat[np.abs(flat.astype(np.float64)).argmax()] = 0

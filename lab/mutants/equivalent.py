@@ -271,9 +271,9 @@ EQUIVALENT = (
     ),
     Equivalent(
         "nki_kernels/decode/kernel.py",
-        "nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))",
-        "nl.fori_loop(begin, end, one_trip, step=max(2, entry_stride(config) * size))",
-        "a loop of one entry makes one trip at most, and others have two entries or more",
+        "nl.fori_loop(begin, end, one_iteration, step=max(1, entry_stride(config) * size))",
+        "nl.fori_loop(begin, end, one_iteration, step=max(2, entry_stride(config) * size))",
+        "a loop of one entry makes one iteration at most, and others have two entries or more",
     ),
     Equivalent(
         "nki_sim/machine/liveness.py",

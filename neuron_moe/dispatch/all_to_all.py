@@ -28,7 +28,7 @@ from neuron_moe.router import Routing
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class Exchange:
     """Where the rows of an all-to-all came from.
 
     Args:
@@ -114,23 +114,27 @@ class AllToAll(OverRanks):
             rows = Rows(*(travel(part[token_of_row]) for part in own))
         else:
             rows = unpack_rows(travel(pack_rows(own, token_of_row)), own)
-        trip = Trip(place_of_row, num_places, send_counts, receive_counts, tensor_lengths)
-        return Entered(batch, own, rows, routing, trip)
+        exchange = Exchange(place_of_row, num_places, send_counts, receive_counts, tensor_lengths)
+        return Entered(batch, own, rows, routing, exchange)
 
     def leave(
         self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Sum the slices of an expert, send rows home, add what each token got, in fixed order."""
-        trip, own, routing = entered.trip, entered.own, entered.routing
+        exchange, own, routing = entered.exchange, entered.own, entered.routing
         assert own is not None
         assert routing is not None
         num_own = own.hidden_TH.shape[0]
         rows = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
-        rows = reduce_scatter_rows(self.groups.tp, rows, trip.tensor_lengths)
-        rows = all_to_all_rows(self.groups.ep, rows, trip.receive_counts, trip.send_counts)
-        places = rows.new_zeros((num_own * trip.num_places, rows.shape[1]), dtype=sum_dtype(rows))
-        places = places.index_copy(0, trip.place_of_row, at_least_float32(rows))
-        output = places.view(num_own, trip.num_places, rows.shape[1]).sum(1).to(partial_NH.dtype)
+        rows = reduce_scatter_rows(self.groups.tp, rows, exchange.tensor_lengths)
+        rows = all_to_all_rows(self.groups.ep, rows, exchange.receive_counts, exchange.send_counts)
+        places = rows.new_zeros(
+            (num_own * exchange.num_places, rows.shape[1]), dtype=sum_dtype(rows)
+        )
+        places = places.index_copy(0, exchange.place_of_row, at_least_float32(rows))
+        output = (
+            places.view(num_own, exchange.num_places, rows.shape[1]).sum(1).to(partial_NH.dtype)
+        )
         if shared is not None:
             output = output + _of_own(shared, own.hidden_TH)
         join = partial(self.join, entered.batch)

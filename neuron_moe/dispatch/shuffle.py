@@ -104,14 +104,16 @@ class Shuffled:
         """Shuffle, and enter."""
         batch, order = self.shuffle.forth(batch)
         entered = self.layout.enter(batch, choose)
-        return entered._replace(trip=(order, entered.trip))
+        return entered._replace(exchange=(order, entered.exchange))
 
     def leave(
         self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
         """Leave, and bring tokens home."""
-        order, trip = entered.trip
-        output_TH, routing = self.layout.leave(partial_NH, entered._replace(trip=trip), shared)
+        order, exchange = entered.exchange
+        output_TH, routing = self.layout.leave(
+            partial_NH, entered._replace(exchange=exchange), shared
+        )
         assert routing is not None
         home = partial(self.shuffle.back, order=order)
         return home(output_TH), Routing(*map(home, routing))

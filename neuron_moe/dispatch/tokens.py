@@ -83,14 +83,14 @@ class Entered(NamedTuple):
         own: what this rank chose for its tokens; None where one launch does all.
         rows: [N] what to compute here; likewise.
         routing: of the own tokens; likewise.
-        trip: what the layout must remember.
+        exchange: what the layout must remember.
     """
 
     batch: TokenBatch
     own: Rows | None = None
     rows: Rows | None = None
     routing: Routing | None = None
-    trip: Any = None
+    exchange: Any = None
 
 
 Choose = Callable[[Own], tuple[Rows, Routing]]

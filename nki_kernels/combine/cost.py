@@ -11,7 +11,7 @@ from nki_kernels.combine.folds import FoldDims
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.rank_sums import cost_rank_sum
-from nki_kernels.common.slot_sums import tiles_of_trip
+from nki_kernels.common.slot_sums import tiles_of_iteration
 from nki_kernels.common.token_tiles import split_tokens
 
 
@@ -69,7 +69,7 @@ def cost_folds(
     tables = num_cores * 4 * (2 * PARTITIONS * dims.tiles * dims.most + loops)
     tiles = columns = 0
     for pairs in range(dims.most, dims.columns, -1):
-        size, most = tiles_of_trip(pairs), _most_of_a_partition(pairs_T >= pairs, num_cores)
+        size, most = tiles_of_iteration(pairs), _most_of_a_partition(pairs_T >= pairs, num_cores)
         added = -(-max(0, most - tiles) // size) * size
         tiles += added
         columns += added * pairs * 2 * hidden_size

@@ -3,7 +3,8 @@
 A fold is the weighted sum of a token's pairs, rounded as slots are, in a row behind theirs. Folds
 of a core lie in tiles of 128 rows, one of each partition, those of most pairs first. A loop for
 each number of pairs, the most first, adds up the tiles in which a partition of either core has a
-fold of as many: both cores make as many trips. A trip takes some tiles and loads for itself.
+fold of as many: both cores make as many iterations. An iteration takes some tiles and loads for
+itself.
 
 Shapes: C columns, P pairs of a token at most, F tiles of folds of a core, L = P - C loops.
 """
@@ -26,7 +27,7 @@ from nki_kernels.combine.kernel import (
     weigh,
 )
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.slot_sums import fold_tiles, piece_size, tiles_of_trip
+from nki_kernels.common.slot_sums import fold_tiles, piece_size, tiles_of_iteration
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens
 
@@ -141,13 +142,13 @@ def _loop_over(
     dims: FoldDims,
 ) -> None:
     """Add up the tiles of folds of so many pairs, from one tile on."""
-    F, P, size = dims.tiles, dims.most, tiles_of_trip(pairs)
+    F, P, size = dims.tiles, dims.most, tiles_of_iteration(pairs)
     H = slots_RH.shape[1]
     blocks = slots_RH.reshape((slots_RH.shape[0] // PARTITIONS, PARTITIONS, H))
     tokens = TokenTiles(0, size * PARTITIONS, size, PARTITIONS, 0)
     identity_sb, piece = identity(nl.bfloat16), piece_size(H, size * pairs, 2)
 
-    def one_trip(tile: Any) -> None:
+    def one_iteration(tile: Any) -> None:
         own = []
         for table_sb in tables:
             own_sb = nl.ndarray((PARTITIONS, size, pairs), table_sb.dtype, buffer=nl.sbuf)
@@ -180,4 +181,4 @@ def _loop_over(
                     engine=nisa.engine.sync,
                 )
 
-    nl.fori_loop(begin, end, one_trip, step=size)
+    nl.fori_loop(begin, end, one_iteration, step=size)

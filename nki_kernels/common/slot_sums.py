@@ -9,10 +9,10 @@ from nki_kernels.common.chip import PARTITIONS, chip_in_force, core
 
 _ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
 _BESIDE_NS = 7_000.0  # simulated: before its first gather and after its last
-_ROWS_OF_A_TRIP = 6  # gathered tiles of rows, where a fold has fewer pairs
+_ROWS_OF_AN_ITERATION = 6  # gathered tiles of rows, where a fold has fewer pairs
 # Simulated: to bring pairs to the front, in all and of each that a token may have; before and after
-# the loops over folds; a trip beyond its gathers.
-_FRONT_NS, _COLUMN_NS, _FOLDS_NS, _TRIP_NS = 5_000.0, 1_000.0, 18_000.0, 6_000.0
+# the loops over folds; an iteration beyond its gathers.
+_FRONT_NS, _COLUMN_NS, _FOLDS_NS, _ITERATION_NS = 5_000.0, 1_000.0, 18_000.0, 6_000.0
 _TERMS = 2  # of a weight beside bfloat16 slots
 
 
@@ -111,11 +111,11 @@ def front_ns(
     gather_ns = max(gather_ns, PARTITIONS * hidden_size * 2 * num_cores / chip.hbm_bytes_per_ns)
     begin = 0
     for pairs in range(most, columns, -1):
-        size = tiles_of_trip(pairs)
+        size = tiles_of_iteration(pairs)
         end = _most_of_a_partition(sum(spread[pairs:]) / (PARTITIONS * num_cores), num_cores)
-        trips = -(-max(0, end - begin) // size)
-        begin += trips * size
-        total += trips * (size * pairs * gather_ns + _TRIP_NS * made.transfers)
+        iterations = -(-max(0, end - begin) // size)
+        begin += iterations * size
+        total += iterations * (size * pairs * gather_ns + _ITERATION_NS * made.transfers)
     return total
 
 
@@ -129,14 +129,14 @@ def _most_of_a_partition(mean: float, num_cores: int) -> int:
     return most
 
 
-def tiles_of_trip(pairs: int) -> int:
-    """Return how many tiles of folds of so many pairs a trip adds up."""
-    return max(1, _ROWS_OF_A_TRIP // pairs)
+def tiles_of_iteration(pairs: int) -> int:
+    """Return how many tiles of folds of so many pairs an iteration adds up."""
+    return max(1, _ROWS_OF_AN_ITERATION // pairs)
 
 
 def fold_tiles(tiles: int) -> int:
     """Return the tiles of folds of a core with so many tiles of tokens; max8 takes 8 at least, and
     loops may end some tiles beyond.
     """
-    beyond = sum(tiles_of_trip(pairs) - 1 for pairs in range(2, _ROWS_OF_A_TRIP))
+    beyond = sum(tiles_of_iteration(pairs) - 1 for pairs in range(2, _ROWS_OF_AN_ITERATION))
     return -(-(tiles + beyond) // 8) * 8

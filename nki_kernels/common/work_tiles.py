@@ -4,7 +4,7 @@ A *row tile* is R = min(B, 128) consecutive slots of one block. A *work tile* is
 of one expert that a core computes with one load of the expert's weights. Its *size* is counted in
 half tiles: a last tile that is at most half full counts one, where short tiles are told apart. Work
 tiles of two cores run in lock step: work tile v of both cores has the same size (what is missing
-are dummies that move no data), because both cores must take the same trips of a dynamic loop.
+are dummies that move no data), because both cores must take the same iterations of a dynamic loop.
 
 Everything here is data for one kernel body: which tiles, in which order, on which core. The host
 makes it with `list_work_tiles`, the device with `index_blocks`.
@@ -84,12 +84,12 @@ class WorkTileLists(NamedTuple):
             none.
         work_row_tiles_CVG: [C, V, G] int32, its row tiles; `no_tile(num_tiles)` where there is
             none.
-        class_trips_1L: [1, L] int32, trips of each loop of `loops_of`.
+        class_iterations_1L: [1, L] int32, iterations of each loop of `loops_of`.
     """
 
     work_expert_CV: Ints
     work_row_tiles_CVG: Ints
-    class_trips_1L: Ints
+    class_iterations_1L: Ints
 
 
 def no_tile(num_tiles: int) -> int:
@@ -168,10 +168,10 @@ def number_of(runs: list[RowRun], row: int) -> int:
 
 
 def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the sizes of the two work tiles of a trip, for every loop of the kernel in order.
+    """Return the sizes of the two work tiles of an iteration, for every loop in order.
 
-    Beside two work tiles of one size there are trips of a large work tile and a single tile: the
-    one keeps the tensor engine busy, the other the memory.
+    Beside two work tiles of one size there are iterations of a large work tile and a single tile:
+    the one keeps the tensor engine busy, the other the memory.
     """
     loops = []
     for size in classes:
@@ -270,7 +270,7 @@ def list_work_tiles(
     expert_CV = np.full((lanes, dims.num_work_tiles), num_experts, np.int32)
     tile_CVG = np.full((lanes, dims.num_work_tiles, largest), no_tile(num_tiles), np.int32)
     classes = sizes_of(largest, dims.tells_short)
-    steps, trips = _arrange(_side_by_side(work_tiles, dims), classes)
+    steps, iterations = _arrange(_side_by_side(work_tiles, dims), classes)
     for number, step in enumerate(steps):
         for lane, work_tile in enumerate(step):
             expert_CV[lane, number] = work_tile.expert
@@ -278,7 +278,7 @@ def list_work_tiles(
     if dims.reload_after:
         is_here = expert_CV[:, dims.reload_after :] == expert_CV[:, : -dims.reload_after]
         expert_CV[:, dims.reload_after :][is_here] = num_experts
-    return WorkTileLists(expert_CV, tile_CVG, trips)
+    return WorkTileLists(expert_CV, tile_CVG, iterations)
 
 
 def _side_by_side(work_tiles: list[_WorkTile], dims: WorkTileDims) -> list[_Step]:
@@ -312,7 +312,7 @@ def _group(tiles: LiveTiles, dims: WorkTileDims) -> list[_WorkTile]:
 
 
 def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step], Ints]:
-    """Order steps, which come by descending size, for the loops of the kernel; count the trips.
+    """Order steps, which come by descending size, for the kernel's loops; count iterations.
 
     Single tiles go beside the largest work tiles as long as there are both. What is left of these
     runs in pairs, in the loop of the larger one; an odd one goes beside an empty step.
@@ -322,7 +322,7 @@ def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step],
     mixed = min(len(large), len(small))
     mixed += (len(large) - mixed) % 2
     order: list[_Step] = []
-    trips: list[int] = []
+    iterations: list[int] = []
     for size in classes[:-1]:
         pairs = [k for k in range(mixed, len(large), 2) if large[k][0].size == size]
         beside = [k for k in range(mixed) if large[k][0].size == size]
@@ -330,7 +330,7 @@ def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step],
             order += large[k : k + 2]
         for k in beside:
             order += [large[k], small[k] if k < len(small) else []]
-        trips += [len(pairs), len(beside)]
+        iterations += [len(pairs), len(beside)]
     rest = small[mixed:]
     rest += [[]] * (len(rest) % 2)
-    return order + rest, np.array([[*trips, len(rest) // 2]], np.int32)
+    return order + rest, np.array([[*iterations, len(rest) // 2]], np.int32)

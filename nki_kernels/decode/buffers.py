@@ -1,7 +1,7 @@
 """What the decode kernels keep on chip.
 
-Buffers that outlast a trip of a dynamic loop are allocated once: the body of such a loop has fixed
-addresses. Lists are rings; which member is meant is known at compile time.
+Buffers that outlast an iteration of a dynamic loop are allocated once: the body of such a loop has
+fixed addresses. Lists are rings; which member is meant is known at compile time.
 """
 
 from dataclasses import dataclass
@@ -111,8 +111,8 @@ class DecodeBuffers(NKIObject):
         inner: inner activations of the items under way.
         gate, up: projections on the way there, used in turn.
         column_row, input_scale: factors of two experts' outputs on one row, inputs on all.
-        experts: of a trip, [1, unroll].
-        weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
+        experts: of an iteration, [1, unroll].
+        weights, inputs: columns of the iteration's experts, per 128 tokens [tokens, unroll].
         scratch: banks of y on their way to sums in SBUF.
         halves: projections for the other core, and from it; none if no expert is shared by halves.
         ones: [128, 128].

@@ -91,7 +91,7 @@ class DecodeRequest(NKIObject):
         weight_buffers: items whose weights fit on chip at once, a power of two; 0: auto.
         front_ns: time until the choices are on chip, where the same launch makes them.
         sums: where y is added up: PSUM if it fits (auto), or float32 in SBUF, for a compiler that
-            does not let PSUM add up over the trips of a loop (sbuf).
+            does not let PSUM add up over the iterations of a loop (sbuf).
         chip: what the launch is for; MX weights need a trn3.
     """
 
@@ -116,7 +116,7 @@ class DecodeConfig(NKIObject):
     Attributes:
         formula: what an expert computes.
         weights: how its weights lie in HBM.
-        unroll: list entries (experts) per trip of the loop, a power of two.
+        unroll: list entries (experts) per iteration of the loop, a power of two.
         sums_in_psum: whether y is added up in PSUM, or in float32 in SBUF.
         h_axis: the hidden axis on partitions.
         i_axis: the intermediate axis of one chunk on partitions.
@@ -177,8 +177,8 @@ def entry_stride(config: DecodeConfig) -> int:
 
 
 def loop_sizes(config: DecodeConfig) -> list[int]:
-    """Return the entries of each core in a trip, for each loop over whole entries in order: behind
-    the longest trips at most one of each half.
+    """Return the entries of each core in an iteration, for each loop over whole entries in order:
+    behind the longest iterations at most one of each half.
     """
     sizes, size = [config.unroll], config.unroll
     while size > 1:

@@ -52,8 +52,8 @@ from nki_kernels.decode.memory import (
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
 _LIST_NS = 4500.0  # from the index to the first transfer of weights
 _EXCHANGE_NS = 4000.0  # for the projections of an expert that the cores share by halves
-_EDGE_NS = 3500.0  # from the last product of a trip to the first weights of the next one
-_EDGES_OF_A_TRIP, _LONGEST_TRIP = 12, 16  # entries, powers of two
+_EDGE_NS = 3500.0  # from the last product of an iteration to the first weights of the next one
+_EDGES_OF_AN_ITERATION, _LONGEST_ITERATION = 12, 16  # entries, powers of two
 _ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
@@ -213,7 +213,7 @@ def _first_that_fits(
 
 
 def _waits_for_memory(config: DecodeConfig) -> bool:
-    """Whether computing takes less than loading, so that longer trips of the loop gain nothing.
+    """Whether computing takes less than loading, so that longer iterations gain nothing.
 
     What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
     Where activating is most of computing, they gain nothing either.
@@ -231,15 +231,17 @@ def _with_chunks(
     unroll = 2
     while unroll * core_chunks(trial) * parts < weight_buffers:
         unroll *= 2
-    # Trips long enough for their edges to be a small part of them.
+    # Iterations long enough for their edges to be a small part of them.
     entry_ns = core_chunks(trial) * max(_load_ns(trial), _compute_ns(trial))
-    while unroll < _LONGEST_TRIP and unroll * entry_ns < _EDGES_OF_A_TRIP * _edge_ns(trial):
+    while unroll < _LONGEST_ITERATION and unroll * entry_ns < _EDGES_OF_AN_ITERATION * _edge_ns(
+        trial
+    ):
         unroll *= 2
     return replace(trial, unroll=unroll)
 
 
 def _edge_ns(config: DecodeConfig) -> float:
-    """Return how long the memory waits from trip to trip, as nothing is asked for ahead."""
+    """Return how long the memory waits between iterations, as nothing is loaded ahead."""
     return _EDGE_NS * core(config.chip).transfers + _compute_ns(config) / config.parts
 
 
@@ -304,7 +306,7 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
         # An odd expert is shared as well as its chunks allow.
         items += _odd_share(config) / config.num_cores
     if not is_direct(config) and config.mode == "selective":
-        # At the end of a trip nothing is computed while the last chunk is activated.
+        # At the end of an iteration nothing is computed while the last chunk is activated.
         compute += _ACTIVATE_NS * chip.steps / (config.unroll * core_chunks(config))
         edge_ns = _edge_ns(config) / (config.unroll * core_chunks(config))
         load, compute = load + edge_ns, compute + edge_ns

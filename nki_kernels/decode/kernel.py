@@ -22,14 +22,14 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
 
 The steps:
 
-1. Ask for the index, and allocate what outlasts a trip of the loop (buffers.py): until the index is
-   there nothing can be asked for.
+1. Load the index, and allocate what outlasts an iteration of the loop (buffers.py): until the
+   index is there nothing else can be loaded.
 2. List the touched experts, and weigh what each token takes of them (list.py).
 3. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
-4. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
-   and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive rows of HBM;
-   y is added up over all experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128
-   tokens, in rows [T, H] (stages.py, out.py).
+4. Go through the list in iterations (iterations.py): weights of an item (a chunk of an expert)
+   [h, H/h, 2, i] and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive
+   rows of HBM; y is added up over all experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of
+   65 to 128 tokens, in rows [T, H] (stages.py, out.py).
 5. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
@@ -70,10 +70,10 @@ from nki_kernels.decode.config import (
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
+from nki_kernels.decode.iterations import make_pipeline, run_iteration
 from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.row_ends import Ending
-from nki_kernels.decode.trips import make_pipeline, run_trip
 
 
 @nki.jit
@@ -228,10 +228,10 @@ def _run_known(
         _loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     if looped < whole:
         pipeline = make_pipeline(config, b, routing, looped, (whole - looped) // stride)
-        run_trip(config, b, x, turned_sb, routing, pipeline)
+        run_iteration(config, b, x, turned_sb, routing, pipeline)
     for begin in range(whole, width):
         shared = make_pipeline(config, b, routing, begin, 0)
-        run_trip(config, b, x, turned_sb, routing, shared)
+        run_iteration(config, b, x, turned_sb, routing, shared)
 
 
 def _loop_over(
@@ -244,13 +244,13 @@ def _loop_over(
     end: Any,
     size: int,
 ) -> None:
-    """Loop over trips of `size` entries of every core, from list position `begin` to `end`.
+    """Loop over iterations of `size` entries of every core, from list position `begin` to `end`.
 
     Size 0 is for an entry that the cores share.
     """
 
-    def one_trip(position: Any) -> None:
+    def one_iteration(position: Any) -> None:
         pipeline = make_pipeline(config, b, routing, position, size)
-        run_trip(config, b, x, turned_sb, routing, pipeline)
+        run_iteration(config, b, x, turned_sb, routing, pipeline)
 
-    nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))
+    nl.fori_loop(begin, end, one_iteration, step=max(1, entry_stride(config) * size))

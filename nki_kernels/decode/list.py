@@ -37,8 +37,8 @@ class Listed(NKIObject):
 
     Attributes:
         list_sb: on partition 0 int32, expert of each entry.
-        ends: (1, 1) int32 tiles, empty if the length is known: list positions where trips of each
-            of `loop_sizes` end, and behind what the cores share, if anything may be.
+        ends: (1, 1) int32 tiles, empty if the length is known: list positions where iterations of
+            each of `loop_sizes` end, and behind what the cores share, if anything may be.
         local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
             the index itself if `is_direct`.
         core: number of this core.
@@ -199,7 +199,7 @@ def _loop_masks(config: DecodeConfig) -> nl.NkiTensor:
 def _loop_ends(
     config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
 ) -> list[nl.NkiTensor]:
-    """Return (1, 1) tiles with the list positions at which the loops over trips end."""
+    """Return (1, 1) tiles with the list positions at which the loops over iterations end."""
     count = mask_sb.shape[1]
     end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
     length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)

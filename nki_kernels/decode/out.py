@@ -47,7 +47,7 @@ class Group(NKIObject):
         ring: buffers of the expert's column.
         adds_bias: whether this group adds the expert's down bias.
         is_first, is_last: whether it is the first and the last group of its expert on this core.
-        after: item of the trip after whose projections in this group is projected out.
+        after: item of the iteration after whose projections in this group is projected out.
     """
 
     item: int

@@ -19,7 +19,7 @@ Outputs, in shared HBM:
 and, where asked, the lists of work tiles for `blockwise_moe` (see work_tiles.py):
     work_expert_CV       [C, V]   int32  work tiles.WorkTileLists, to which they are equal bit
     by bit work_row_tiles_CVG      [C, V, G]  int32
-    class_trips_1L        [1, L]   int32
+    class_iterations_1L        [1, L]   int32
 
 On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
 token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over
@@ -142,8 +142,8 @@ def list_work_tiles(
     work_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
     work_row_tiles_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
     num_loops = len(loops_of(sizes_of(largest, work_tiles.tells_short)))
-    class_trips_1L = nl.ndarray((1, num_loops), nl.int32, buffer=nl.shared_hbm)
-    lists = (work_expert_CV, work_row_tiles_CVG, class_trips_1L)
+    class_iterations_1L = nl.ndarray((1, num_loops), nl.int32, buffer=nl.shared_hbm)
+    lists = (work_expert_CV, work_row_tiles_CVG, class_iterations_1L)
     num_tiles = dims.num_blocks * dims.block_size // work_tiles.tile_rows
     known = store_work_tiles(
         lists, total_sb, last_block_sb, work_tiles, dims.block_size, num_tiles, listed

@@ -9,8 +9,8 @@ pair that is number n among its core's choices of an expert, by tiles of tokens,
 
 Column place * E + expert of a [R, W] tile tells who is there (token_search.py), for W // E places:
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
-passes, in a loop with a run-time trip count. The token of a slot is the sum of both cores' columns,
-as it has one at most; work_tiles.py lists the columns of each work tile.
+passes, in a loop with a run-time iteration count. The token of a slot is the sum of both cores'
+columns, as it has one at most; work_tiles.py lists the columns of each work tile.
 """
 
 from __future__ import annotations

@@ -96,14 +96,14 @@ class _Loops(nl.NKIObject):
         step: step at the first position.
         single: step of single tiles that runs beside it.
         num_steps: [128, 1], all steps.
-        trips: [128, L] int32.
+        iterations: [128, L] int32.
     """
 
     begin: nl.NkiTensor
     step: nl.NkiTensor
     single: nl.NkiTensor
     num_steps: nl.NkiTensor
-    trips: nl.NkiTensor
+    iterations: nl.NkiTensor
 
 
 def store_work_tiles(
@@ -118,7 +118,7 @@ def store_work_tiles(
     """Store the lists of work tiles.
 
     Args:
-        lists: [C, V] experts, [C, V, G] row tiles and [1, L] trips, int32 in HBM.
+        lists: [C, V] experts, [C, V, G] row tiles and [1, L] iterations, int32 in HBM.
         tokens_sb: [128, E] float32, tokens of each expert.
         last_block_sb: [128, E] float32, end of each expert's blocks.
         work_tiles: how work tiles are made.
@@ -127,7 +127,7 @@ def store_work_tiles(
         listed: what is asked for besides.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
-    work_expert, work_row_tiles, class_trips = lists
+    work_expert, work_row_tiles, class_iterations = lists
     num_experts = tokens_sb.shape[1]
     meanwhile = listed.meanwhile
     runs = _group_tiles(tokens_sb, last_block_sb, work_tiles, block_size, listed)
@@ -136,7 +136,7 @@ def store_work_tiles(
     loops = _lay_out_loops(ends, work_tiles, num_experts)
     go_on(meanwhile)
     if core == 0:
-        nisa.dma_copy(dst=class_trips, src=loops.trips[0:1, :])
+        nisa.dma_copy(dst=class_iterations, src=loops.iterations[0:1, :])
     columns = (work_tiles.num_work_tiles + PARTITIONS - 1) // PARTITIONS
     known = KnownWorkTiles(nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf), [])
     for lane in range(work_tiles.num_lanes):
@@ -380,27 +380,32 @@ def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: i
     _subtract(rest_sb, steps_sb[:, 0:G], beside_sb)
     divide_up(pairs_sb, rest_sb, 2)
     # Sizes and their loops alternate: alone, beside single tiles; the last of them is single tiles.
-    trips_sb, begin_sb = _new(2 * G, nl.int32), _new(2 * G, nl.float32)
+    iterations_sb, begin_sb = _new(2 * G, nl.int32), _new(2 * G, nl.float32)
     step_sb, beside_step_sb = _new(2 * G, nl.float32), _new(2 * G, nl.float32)
     nisa.memset(dst=step_sb, value=_FAR, engine=nisa.engine.vector)
     nisa.memset(dst=beside_step_sb, value=_FAR, engine=nisa.engine.vector)
     nisa.memset(dst=begin_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     alone, mixed, last = slice(0, 2 * G - 2, 2), slice(1, 2 * G - 2, 2), 2 * G - 2
     if G > 1:
-        _subtract(trips_sb[:, alone], pairs_sb[:, 1:G], pairs_sb[:, 0 : G - 1])
-        _subtract(trips_sb[:, mixed], beside_sb[:, 1:G], beside_sb[:, 0 : G - 1])
+        _subtract(iterations_sb[:, alone], pairs_sb[:, 1:G], pairs_sb[:, 0 : G - 1])
+        _subtract(iterations_sb[:, mixed], beside_sb[:, 1:G], beside_sb[:, 0 : G - 1])
         _scale_and_add(step_sb[:, alone], pairs_sb[:, 0 : G - 1], 2.0, mixed_sb[:, 0:1])
         nisa.tensor_copy(dst=step_sb[:, mixed], src=beside_sb[:, 0 : G - 1])
         _scale_and_add(beside_step_sb[:, mixed], beside_sb[:, 0 : G - 1], 1.0, large)
     _subtract(single_sb, single_sb, mixed_sb)
     nisa.tensor_scalar(dst=single_sb, data=single_sb, op0=nl.maximum, operand0=0.0)
-    divide_up(trips_sb[:, last : last + 1], single_sb, 2)
+    divide_up(iterations_sb[:, last : last + 1], single_sb, 2)
     _add(step_sb[:, last : last + 1], large, mixed_sb)
-    trips = trips_sb[:, 0 : 2 * G - 1]
+    iterations = iterations_sb[:, 0 : 2 * G - 1]
     nisa.tensor_tensor_scan(
-        dst=begin_sb[:, 1 : 2 * G], data0=trips, data1=trips, initial=0.0, op0=nl.add, op1=nl.add
+        dst=begin_sb[:, 1 : 2 * G],
+        data0=iterations,
+        data1=iterations,
+        initial=0.0,
+        op0=nl.add,
+        op1=nl.add,
     )
-    return _Loops(begin_sb, step_sb, beside_step_sb, every, trips)
+    return _Loops(begin_sb, step_sb, beside_step_sb, every, iterations)
 
 
 def _add_odd(mixed_sb: nl.ndarray, large: nl.ndarray) -> None:
@@ -442,22 +447,22 @@ def _number_work_tiles(
     """
     place_sb = _new(columns, nl.float32)
     nisa.iota(dst=place_sb, pattern=[[1, columns]], offset=0, channel_multiplier=columns)
-    loop_sb = _find(loops.begin[:, 1 : 1 + loops.trips.shape[1]], place_sb)
+    loop_sb = _find(loops.begin[:, 1 : 1 + loops.iterations.shape[1]], place_sb)
     index_sb = _new(columns, nl.uint32)
     nisa.tensor_copy(dst=index_sb, src=loop_sb)
     begin_sb, step_sb = _gather(loops.begin, index_sb), _gather(loops.step, index_sb)
     change_sb = _gather(loops.single, index_sb)
-    since_sb, trip_sb = _new(columns, nl.float32), _new(columns, nl.int32)
+    since_sb, iteration_sb = _new(columns, nl.float32), _new(columns, nl.int32)
     _subtract(since_sb, place_sb, begin_sb)
-    divide_down(trip_sb, since_sb, 2)
-    is_second_sb = _rest_of_two(since_sb, trip_sb)
-    # Every second loop has a single tile beside a work tile: step, or single step, by the trip.
+    divide_down(iteration_sb, since_sb, 2)
+    is_second_sb = _rest_of_two(since_sb, iteration_sb)
+    # Every second loop has a single tile beside a work tile: step, or single step.
     half_sb = _new(columns, nl.int32)
     divide_down(half_sb, loop_sb, 2)
     is_mixed_sb = _rest_of_two(loop_sb, half_sb)
     _subtract(change_sb, change_sb, step_sb)
     _combine_scaled(change_sb, change_sb, nl.add, -1, nl.multiply, is_second_sb)
-    _subtract(change_sb, change_sb, trip_sb)
+    _subtract(change_sb, change_sb, iteration_sb)
     nisa.tensor_tensor(dst=change_sb, data1=change_sb, data2=is_mixed_sb, op=nl.multiply)
     _add(step_sb, step_sb, since_sb)
     _add(step_sb, step_sb, change_sb)

@@ -193,7 +193,7 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     """Whether each core asks for its first weights while its tokens are listed.
 
     They must fit SBUF beside the lists; where cores split the hidden axis they wait for its
-    barriers. Trips that load for themselves ask for nothing before.
+    barriers. Iterations that load for themselves ask for nothing before.
     """
     experts, top_k = config.experts, choices_of(config).top_k
     if experts.shard.splits_h or is_alone(experts.loop):

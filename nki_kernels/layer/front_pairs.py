@@ -21,7 +21,7 @@ import nki.language as nl
 from nki_kernels.combine.folds import FoldDims, Folds
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_up
-from nki_kernels.common.slot_sums import tiles_of_trip
+from nki_kernels.common.slot_sums import tiles_of_iteration
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import TokenTiles, store_per_token
 from nki_kernels.index.slot_inverse import exchange
@@ -298,7 +298,7 @@ def _ends(most_sb: nl.NkiTensor, dims: FoldDims) -> nl.NkiTensor:
     begin_sb = _new((1, 1))
     nisa.memset(dst=begin_sb, value=0.0)
     for loop in range(loops):
-        size, left_sb = tiles_of_trip(dims.most - loop), _new((1, 1))
+        size, left_sb = tiles_of_iteration(dims.most - loop), _new((1, 1))
         nisa.tensor_scalar(
             dst=left_sb,
             data=both_sb[:, loop : loop + 1],
@@ -307,12 +307,12 @@ def _ends(most_sb: nl.NkiTensor, dims: FoldDims) -> nl.NkiTensor:
             op1=nl.maximum,
             operand1=0.0,
         )
-        trips_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
-        divide_up(trips_sb, left_sb, size)
+        iterations_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
+        divide_up(iterations_sb, left_sb, size)
         end_sb = _new((1, 1))
         nisa.scalar_tensor_tensor(
             dst=end_sb,
-            data=trips_sb,
+            data=iterations_sb,
             op0=nl.multiply,
             operand0=float(size),
             op1=nl.add,

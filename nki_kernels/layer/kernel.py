@@ -198,7 +198,7 @@ def prefill_layer(
     shared_down: Any = None,
     shared_work_expert: Any = None,
     shared_work_row_tiles: Any = None,
-    shared_trips: Any = None,
+    shared_iterations: Any = None,
     shared_gate: Any = None,
     index: Any = None,
     affinities: Any = None,
@@ -240,7 +240,7 @@ def prefill_layer(
             listed.shared_tokens.reshape((listed.shared_tokens.shape[0],)),
             shared_work_expert,
             shared_work_row_tiles,
-            shared_trips,
+            shared_iterations,
             config.shared,
         )
         nisa.core_barrier(shared, _BOTH)
@@ -466,10 +466,10 @@ def _fill_ids(
     # The same on both cores: the first one has most tokens.
     most = split_tokens(config.experts.num_tokens, 0, nl.num_programs(0)).rows
     if lists_room(lists, config) < most:
-        trips = nisa.register_alloc()
-        nisa.register_load(trips, passes_sb)
+        iterations = nisa.register_alloc()
+        nisa.register_load(iterations, passes_sb)
 
-        def next_pass(_trip: int) -> None:
+        def next_pass(_iteration: int) -> None:
             _next_places(lists, known, config)
             finish_searches(lists.searches)
             wanted = _wanted_columns(lists, known, identity_sb, config)
@@ -477,7 +477,7 @@ def _fill_ids(
             for more_sb in look_up_tokens(told, wanted):
                 nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
 
-        nl.fori_loop(0, trips, next_pass)
+        nl.fori_loop(0, iterations, next_pass)
     flat_sb = id_table.reshape((rows, entries))
     # Those of the first two work tiles are waited for.
     soon = min(entries, 2 * config.work_tiles.largest)

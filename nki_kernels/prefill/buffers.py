@@ -1,8 +1,9 @@
 """What the prefill kernel keeps on chip, and the tables that say what comes next.
 
-Everything that outlasts a trip of a dynamic loop is allocated once in `make_buffers`: the body of
-such a loop has fixed addresses. Buffers come in pairs where the next load must not wait for the
-last use; which of a pair is meant is known at compile time, because a trip handles two work tiles.
+Everything that outlasts an iteration of a dynamic loop is allocated once in `make_buffers`: the
+body of such a loop has fixed addresses. Buffers come in pairs where the next load must not wait for
+the last use; which of a pair is meant is known at compile time, because an iteration handles two
+work tiles.
 
 Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate axis.
 """
@@ -30,12 +31,12 @@ from nki_kernels.prefill.config import (
     inner_places,
     is_alone,
     is_mx,
+    iteration_pairs,
     largest_work_tile_of,
     mx_form,
     no_piece,
     stored_rows,
     stores_pieces,
-    trip_pairs,
 )
 from nki_kernels.prefill.memory import row_table, weight_table, work_tile_table
 
@@ -78,7 +79,7 @@ class WeightBuffers(NKIObject):
 
 @dataclass
 class Fetched(NKIObject):
-    """A table of all work tiles [rows, V, columns], and what a trip takes of it, [rows, n,
+    """A table of all work tiles [rows, V, columns], and what an iteration takes of it, [rows, n,
     columns].
     """
 
@@ -132,13 +133,13 @@ class Buffers(NKIObject):
     row_table: list[nl.NkiTensor]
     piece_table: list[nl.NkiTensor]
     scale_table: list[nl.NkiTensor]
-    trips: nl.NkiTensor
+    iterations: nl.NkiTensor
     ends: list[nl.NkiTensor]
     fetched: list[Any]
     counter: nl.NkiTensor
     ahead: nl.NkiTensor
     one: nl.NkiTensor
-    work_tiles: int = 0  # of the trip, where it loads for itself
+    work_tiles: int = 0  # of the iteration, where it loads for itself
 
 
 def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
@@ -239,7 +240,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         piece_table=piece_tables,
         scale_table=scale_tables,
         fetched=fetched,
-        trips=allocate(v.trips)[0],
+        iterations=allocate(v.iterations)[0],
         ends=allocate(v.ends),
         counter=allocate(v.counter)[0],
         ahead=allocate(v.ahead)[0],
@@ -259,7 +260,7 @@ def _by_work_tile(config: PrefillConfig, made: list[nl.NkiTensor]) -> list[nl.Nk
 
 
 def work_tile_after(b: Buffers, s: int, count: int) -> int:
-    """Return which work tile comes so many after one: by parity, or of the trip, -1 past its
+    """Return which work tile comes so many after one: by parity, or of the iteration, -1 past its
     end.
     """
     if b.work_tiles == 0:
@@ -294,7 +295,7 @@ class Lists(NKIObject):
     slot_scale: nl.NkiTensor
     work_expert: nl.NkiTensor
     work_row_tiles: nl.NkiTensor
-    class_trips: nl.NkiTensor
+    class_iterations: nl.NkiTensor
     lane: int
     row_runs: Any
     meets: bool = False
@@ -369,7 +370,7 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip what later work tiles need, beside the first weights."""
     entries, lane = b.expert_table.shape[1] * largest_work_tile_of(config), lists.lane
-    nisa.dma_copy(dst=b.trips, src=lists.class_trips)
+    nisa.dma_copy(dst=b.iterations, src=lists.class_iterations)
     if is_alone(config.loop):
         _find_ends(config, b)
     if stores_pieces(config):
@@ -548,17 +549,17 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
 def _find_ends(config: PrefillConfig, b: Buffers) -> None:
     """Write where the loops over each class end, in pairs of work tiles from the first class on."""
-    sizes = trip_pairs(config.loop)
+    sizes = iteration_pairs(config.loop)
     mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
     for k in range(len(sizes)):
         nisa.memset(dst=mask_sb[0:1, k : k + 1], value=-sizes[k])
         nisa.tensor_tensor(
             dst=b.ends[0][0:1, :, k],
-            data1=b.trips,
-            data2=mask_sb[0:1, k : k + 1].broadcast(1, b.trips.shape[1]),
+            data1=b.iterations,
+            data2=mask_sb[0:1, k : k + 1].broadcast(1, b.iterations.shape[1]),
             op=nl.bitwise_and,
         )
-    for number in range(1, b.trips.shape[1]):
+    for number in range(1, b.iterations.shape[1]):
         first_sb = b.ends[0][0:1, number - 1, len(sizes) - 1 : len(sizes)]
         ends_sb = b.ends[0][0:1, number]
         nisa.tensor_tensor(
@@ -566,11 +567,11 @@ def _find_ends(config: PrefillConfig, b: Buffers) -> None:
         )
 
 
-def fetch_trip(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: int) -> None:
+def fetch_iteration(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: int) -> None:
     """Fetch what belongs to so many work tiles from a pair on, whose number is known or in a
     register.
 
-    Engines stand idle at the start of a trip, and each fetches something.
+    Engines stand idle at the start of an iteration, and each fetches something.
     """
     engines = [nisa.engine.vector, nisa.engine.scalar, nisa.engine.gpsimd, nisa.engine.gpsimd]
     b.work_tiles = work_tiles

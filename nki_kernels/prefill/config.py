@@ -21,7 +21,7 @@ BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
 _FIRST_ENTRIES = 256  # of the lists of work tiles: two gathers
 _ROWS_BEHIND = 1 << 12
-MOST_PAIRS = 8  # of work tiles of a trip
+MOST_PAIRS = 8  # of work tiles of an iteration
 MOST_TILES = 4  # of a work tile, unless more are asked for: 512 columns
 
 
@@ -102,8 +102,8 @@ class PlanRequest(NKIObject):
         chip: what the launch is for; MX weights need a trn3.
         tells_short: work tiles whose last row tile is at most half full have loops of their own,
             which compute half of it.
-        trips: of run-time loops: each loads what it uses, and leaves nothing on chip for another
-            one (alone), or asks for what the next one begins with (ahead).
+        iterations: of run-time loops: each loads what it uses, and leaves nothing on chip for
+            another one (alone), or asks for what the next one begins with (ahead).
     """
 
     shard_plan: str = "balanced"
@@ -117,7 +117,7 @@ class PlanRequest(NKIObject):
     missing: str = "skip"
     chip: str = "trn2"
     tells_short: bool = False
-    trips: str = "ahead"
+    iterations: str = "ahead"
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class LoopPlan(NKIObject):
     """How a core goes through its work tiles.
 
     `classes` are the work tile sizes that have a loop of their own, descending, in half tiles
-    (common/work_tiles.py). `is_dynamic`: run-time trip counts; otherwise the loop covers the worst
-    case. `in_halves`: core 0 takes the first half of the work tiles, not every second one.
+    (common/work_tiles.py). `is_dynamic`: run-time iteration counts; otherwise the loop covers the
+    worst case. `in_halves`: core 0 takes the first half of the work tiles, not every second one.
     `skips_weights`: weights that the last work tile left on chip are not loaded again.
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
@@ -153,9 +153,9 @@ class LoopPlan(NKIObject):
     two `first_buffers` the first tile of a work tile has one by the parity of the work tile, and is
     gathered two work tiles ahead. `outer_buffers` hold output tiles that wait to be stored. Where
     rows are stored, `piece_rows` that follow one another are stored together if one of them holds a
-    token. `fetches` is who copies entries of tables, `missing` what stands for nothing. `trips` is
-    whether a trip loads for the next one; if not, it has `pairs` of work tiles, a power of two, and
-    what is left of a class makes trips of half as many, and so on.
+    token. `fetches` is who copies entries of tables, `missing` what stands for nothing.
+    `iterations` is whether an iteration loads for the next one; if not, it has `pairs` of work
+    tiles, a power of two, and what is left of a class makes iterations of half as many, and so on.
     """
 
     classes: tuple[int, ...]
@@ -174,7 +174,7 @@ class LoopPlan(NKIObject):
     first_buffers: int = 1
     h_parts: int = 1
     piece_rows: int = 1
-    trips: str = "ahead"
+    iterations: str = "ahead"
     pairs: int = 1
 
 
@@ -288,17 +288,17 @@ def inner_per_bank(config: PrefillConfig) -> int:
 
 
 def is_alone(loop: LoopPlan) -> bool:
-    """Whether a trip loads what it uses, and nothing for the next one."""
-    return loop.trips == "alone" and loop.is_dynamic
+    """Whether an iteration loads what it uses, and nothing for the next one."""
+    return loop.iterations == "alone" and loop.is_dynamic
 
 
 def work_tiles_at_once(loop: LoopPlan) -> int:
-    """Return the work tiles that the kernel keeps track of: those of a trip, or two by parity."""
+    """Return the work tiles that are kept track of: those of an iteration, or two by parity."""
     return 2 * loop.pairs if is_alone(loop) else 2
 
 
-def trip_pairs(loop: LoopPlan) -> list[int]:
-    """Return the pairs of work tiles of a trip, for each loop over a class in order."""
+def iteration_pairs(loop: LoopPlan) -> list[int]:
+    """Return the pairs of work tiles of an iteration, for each loop over a class in order."""
     sizes, size = [loop.pairs], loop.pairs
     while size > 1:
         size = size // 2
@@ -429,7 +429,7 @@ def num_work_tiles(config: PrefillConfig) -> int:
 def work_tile_dims(config: PrefillConfig) -> WorkTileDims:
     """Return what the lists of work tiles are made by, on the host or by `index_blocks`."""
     loop = config.loop
-    # A trip that loads for itself tells by itself what it has on chip.
+    # An iteration that loads for itself tells by itself what it has on chip.
     reload_after = loop.weight_buffers if loop.skips_weights and not is_alone(loop) else 0
     return WorkTileDims(
         config.shard.num_lanes,

@@ -75,21 +75,21 @@ def _rows_of_places(config: PrefillConfig, lists: WorkTileLists) -> Ints:
     _, num_work_tiles, largest = lists.work_row_tiles_CVG.shape
     rows_VG = np.full((num_work_tiles, largest), config.tile_rows, np.int32)
     first = 0
-    for sizes, trips in _trips(config, lists):
+    for sizes, iterations in _iterations(config, lists):
         for s in range(2):
-            rows_VG[first + s : first + 2 * trips : 2] = [
+            rows_VG[first + s : first + 2 * iterations : 2] = [
                 computed_rows(config, sizes[s], j) for j in range(largest)
             ]
-        first += 2 * trips
+        first += 2 * iterations
     return rows_VG.reshape(-1)
 
 
-def _trips(config: PrefillConfig, lists: WorkTileLists) -> list[tuple[tuple[int, int], int]]:
-    """Return the sizes of the work tiles of each loop, and its trips."""
-    trips = [int(count) for count in lists.class_trips_1L[0]]
+def _iterations(config: PrefillConfig, lists: WorkTileLists) -> list[tuple[tuple[int, int], int]]:
+    """Return the sizes of the work tiles of each loop, and its iterations."""
+    iterations = [int(count) for count in lists.class_iterations_1L[0]]
     if not config.loop.is_dynamic:
-        trips = [(int(lists.work_expert_CV.shape[1]) - 2) // 2]
-    return list(zip(loops_of(config.loop.classes), trips, strict=True))
+        iterations = [(int(lists.work_expert_CV.shape[1]) - 2) // 2]
+    return list(zip(loops_of(config.loop.classes), iterations, strict=True))
 
 
 def _expert_bytes(config: PrefillConfig) -> int:
@@ -131,14 +131,14 @@ def _columns(config: PrefillConfig, lists: WorkTileLists, core: int, tables: int
     tile = i_count * H // deep
     if config.formula.has_down_bias and not bias_is_inside(config):
         tile += H
-    trips = _trips(config, lists)
+    iterations = _iterations(config, lists)
     total = depth * config.tile_rows
-    for sizes, count in trips:
+    for sizes, count in iterations:
         for size in sizes:
             rows = sum(computed_rows(config, size, j) for j in range(tiles_of(size)))
             total += count * (rows * row + tiles_of(size) * tile)
     entries = int(lists.work_expert_CV.shape[1]) * largest_work_tile_of(config)
-    work_tiles = 2 * sum(count for _, count in trips)
+    work_tiles = 2 * sum(count for _, count in iterations)
     if stores_pieces(config):
         tables += config.tile_rows // stored_rows(config)
     return total + tables * entries + (work_tiles * H if config.has_scales else 0)

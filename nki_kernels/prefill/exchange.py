@@ -8,7 +8,7 @@ second is.
 
 Weights of the next work tiles but one load as soon as their buffers are free.
 
-Steps of a trip:
+Steps of an iteration:
     1. Both work tiles in turn: multiply this core's share of the rows, send off the projections,
        load the gate and up weights of the work tile two ahead (its buffer of weights is the work
        tile's own).

@@ -38,7 +38,7 @@ _H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
 _LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
 _LEAST_ROW_BANKS = 2
 _LOOPS = 12  # that are looked at with all their buffers
-_EDGES_OF_A_TRIP = 10  # take as long as its work tiles at least
+_EDGES_OF_AN_ITERATION = 10  # take as long as its work tiles at least
 
 
 def best_loop(
@@ -201,8 +201,8 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
 
 
 def _pairs(config: PrefillConfig) -> int:
-    """Return the pairs of work tiles of a trip: so many that its edges are a small part of it."""
+    """Return the pairs of work tiles of an iteration, so many that its edges are a small part."""
     pairs, pair_ns = 1, 2 * work_tile_ns(config, 1.0, config.tile_rows)
-    while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_A_TRIP * edge_ns(config):
+    while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_AN_ITERATION * edge_ns(config):
         pairs *= 2
     return pairs

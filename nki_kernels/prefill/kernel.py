@@ -16,7 +16,7 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     slots           [N*B]        int32     HBM  token of each slot, -1 for padding
     work_expert    [C, V]       int32     HBM  work tiles.WorkTileLists
     work_row_tiles      [C, V, G]    int32     HBM
-    class_trips     [1, L]       int32     HBM
+    class_iterations     [1, L]       int32     HBM
     gate_up_bias    [E, 2I]      float32   HBM  optional
     down_bias       [E, H]       bfloat16  HBM  optional; with scales [E, 3, H] of bias_terms
     gate_up_scale   [E, 2I]      float32   HBM  optional, of output channels
@@ -36,7 +36,7 @@ next work tile's weights, and the rows after that, load while one computes.
 Steps, on each core:
     1. Allocate everything that stays (memory.py), bring the work tiles of the core's lane on chip.
     2. Start the pipeline: weights and rows of work tile 0, the first rows of work tile 1.
-    3. Per loop (one for each pair of work tile sizes), per trip: two work tiles, by parity.
+    3. Per loop (one for each pair of work tile sizes), per iteration: two work tiles, by parity.
     4. A work tile: gate and up projections and the activation, part by part (`_go_in`); the first
        tile of the next work tile is turned; then the down projection, part by part, and stores
        (`_go_out`). Each part that is done asks for the part that takes its buffer.
@@ -60,7 +60,7 @@ from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
     WeightBuffers,
-    fetch_trip,
+    fetch_iteration,
     fill_first,
     fill_later,
     fill_rest,
@@ -80,11 +80,11 @@ from nki_kernels.prefill.config import (
     computed_rows,
     first_tiles,
     is_alone,
+    iteration_pairs,
     num_partials,
     output_tiles,
     part_tiles,
     share_of,
-    trip_pairs,
 )
 from nki_kernels.prefill.exchange import clear_own, run_two_work_tiles, start_apart
 from nki_kernels.prefill.loads import (
@@ -118,7 +118,7 @@ def blockwise_moe(
     slots: nl.NkiTensor,
     work_expert: nl.NkiTensor,
     work_row_tiles: nl.NkiTensor,
-    class_trips: nl.NkiTensor,
+    class_iterations: nl.NkiTensor,
     config: PrefillConfig,
     gate_up_bias: Any = None,
     down_bias: Any = None,
@@ -143,7 +143,7 @@ def blockwise_moe(
         slot_scale,
         work_expert,
         work_row_tiles,
-        class_trips,
+        class_iterations,
         lane_of(config),
         row_runs(config.tile_rows, False),
     )
@@ -199,10 +199,10 @@ def compute_work_tiles(
 def _run_alone(
     config: PrefillConfig, b: Buffers, x: Operands, position: int, begin: Any, share: Share
 ) -> Any:
-    """Go through the work tiles of one loop in trips that load for themselves, from a pair on;
+    """Go through the work tiles of one loop in iterations that load for themselves, from a pair on;
     return where they end.
     """
-    sizes, pairs = loops_of(config.loop.classes)[position], trip_pairs(config.loop)
+    sizes, pairs = loops_of(config.loop.classes)[position], iteration_pairs(config.loop)
     for number in range(len(pairs)):
         end = nisa.register_alloc()
         nisa.register_load(end, b.ends[0][0:1, position, number : number + 1])
@@ -221,11 +221,11 @@ def _loop_over(
     end: Any,
     pairs: int,
 ) -> None:
-    """Loop over trips of so many pairs of work tiles."""
+    """Loop over iterations of so many pairs of work tiles."""
 
-    def one_trip(pair: Any) -> None:
-        fetch_trip(config, b, pair, 2 * pairs)
-        _start_trip(config, b, x, share, sizes)
+    def one_iteration(pair: Any) -> None:
+        fetch_iteration(config, b, pair, 2 * pairs)
+        _start_iteration(config, b, x, share, sizes)
         for s in range(0, 2 * pairs, 2):
             if config.shard.splits_h:
                 run_two_work_tiles(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
@@ -233,14 +233,14 @@ def _loop_over(
                 _run_work_tile(config, b, x, s, sizes, share)
                 _run_work_tile(config, b, x, s + 1, sizes, share)
 
-    nl.fori_loop(begin, end, one_trip, step=pairs)
+    nl.fori_loop(begin, end, one_iteration, step=pairs)
 
 
-def _start_trip(
+def _start_iteration(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
 ) -> None:
-    """Do what work tile 0 of a trip expects to be done: its weights and rows, then those of work
-    tile 1.
+    """Do what work tile 0 of an iteration expects to be done: its weights and rows, then those of
+    work tile 1.
     """
     loop = config.loop
     if config.shard.splits_h:
@@ -261,7 +261,7 @@ def _start_trip(
 
 
 def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
-    """Load what the first work tile of a trip needs beyond its first weights, then the next one's.
+    """Load what the first work tile of an iteration needs beyond its weights, then the next one's.
 
     Rows that are asked for first are first in the queues, as GpSimd touches experts after them.
     """
@@ -279,10 +279,10 @@ def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -
 
 
 def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
-    """Go through the work tiles of one loop, two a trip."""
+    """Go through the work tiles of one loop, two an iteration."""
     sizes = loops_of(config.loop.classes)[position]
 
-    def two_work_tiles(_trip: int) -> None:
+    def two_work_tiles(_iteration: int) -> None:
         if config.shard.splits_h:
             run_two_work_tiles(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])))
         else:
@@ -290,12 +290,12 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
             _run_work_tile(config, b, x, 1, sizes, share)
 
     if config.loop.is_dynamic:
-        trips = nisa.register_alloc()
-        nisa.register_load(trips, b.trips[0:1, position : position + 1])
-        nl.fori_loop(0, trips, two_work_tiles)
+        iterations = nisa.register_alloc()
+        nisa.register_load(iterations, b.iterations[0:1, position : position + 1])
+        nl.fori_loop(0, iterations, two_work_tiles)
     else:
-        for _trip in range((b.expert_table.shape[1] - 2) // 2):
-            two_work_tiles(_trip)
+        for _iteration in range((b.expert_table.shape[1] - 2) // 2):
+            two_work_tiles(_iteration)
 
 
 def _start_pipeline(
@@ -367,7 +367,7 @@ def _start_pipeline(
 def _run_work_tile(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
-    """Compute the row tiles of one work tile of a trip, and bring in what the next two need.
+    """Compute the row tiles of one work tile of an iteration, and bring in what the next two need.
 
     The first tile of the next work tile is turned before this one's down projection, so that the
     tensor engine has work while the last activation is computed.

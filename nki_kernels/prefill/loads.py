@@ -62,7 +62,7 @@ def gather_late(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s:
 
 
 def _gather_ahead(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
-    """Gather the first rows of the work tile two ahead, if it is one of the trip."""
+    """Gather the first rows of the work tile two ahead, if it is one of the iteration."""
     ahead = work_tile_after(b, s, 2)
     if ahead >= 0:
         gather_rows(config, b, x, share, ahead, 0)

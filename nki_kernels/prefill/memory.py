@@ -25,6 +25,7 @@ from nki_kernels.prefill.config import (
     has_scale_table,
     is_alone,
     is_mx,
+    iteration_pairs,
     largest_work_tile_of,
     loads_in_parts,
     mx_form,
@@ -33,7 +34,6 @@ from nki_kernels.prefill.config import (
     row_places,
     stored_rows,
     stores_pieces,
-    trip_pairs,
     work_tiles_at_once,
 )
 
@@ -82,9 +82,9 @@ class _WorkTileTable(NamedTuple):
     row_table: Tiles
     piece_table: Tiles
     scale_table: Tiles
-    trips: Tiles
-    ends: Tiles  # of the loops over a class, where trips load for themselves
-    expert: Tiles  # one work tile, by parity; or all of a trip
+    iterations: Tiles
+    ends: Tiles  # of the loops over a class, where iterations load for themselves
+    expert: Tiles  # one work tile, by parity; or all of an iteration
     expert_out: Tiles
     ids: Tiles
     first_ids: Tiles  # of the first row tile of the work tile two ahead
@@ -183,7 +183,7 @@ def work_tile_table(config: PrefillConfig) -> _WorkTileTable:
     by_row = 0 if config.stores == "tiles" or by_piece else 1
     pieces = R // stored_rows(config)
     one, classes, alone = (1, 1), len(loops_of(config.loop.classes)), int(is_alone(config.loop))
-    sizes = len(trip_pairs(config.loop))
+    sizes = len(iteration_pairs(config.loop))
     return _WorkTileTable(
         expert_table=small_tiles(1, (1, V), nl.int32),
         tile_table=small_tiles(1, (1, V, G), nl.int32),
@@ -192,7 +192,7 @@ def work_tile_table(config: PrefillConfig) -> _WorkTileTable:
         piece_table=tiles(by_piece, (1, V, G * pieces), nl.int32),
         row_table=Tiles(by_row, (R, V, G), nl.int32, 0),
         scale_table=Tiles(scaled, (R, V, G), nl.float32, 0),
-        trips=small_tiles(1, (1, classes), nl.int32),
+        iterations=small_tiles(1, (1, classes), nl.int32),
         ends=small_tiles(alone, (1, classes, sizes), nl.int32),
         expert=_of_work_tiles(config, 1, 1, 1, nl.int32),
         expert_out=small_tiles(2 - 2 * alone, one, nl.int32),
@@ -211,7 +211,7 @@ def work_tile_table(config: PrefillConfig) -> _WorkTileTable:
 
 
 def _of_work_tiles(config: PrefillConfig, count: int, rows: int, columns: int, dtype: Any) -> Tiles:
-    """Return tiles of the work tiles that are kept track of: one for all of a trip, or one each."""
+    """Return tiles of the work tiles kept track of: one for all of an iteration, or one each."""
     if is_alone(config.loop):
         return tiles(count, (rows, work_tiles_at_once(config.loop), columns), dtype)
     return small_tiles(2 * count, (rows, columns), dtype)

@@ -45,7 +45,7 @@ _ALLOWED = {
     "stores": ("tiles", "rows"),
     "fetches": ("copy", "dma"),
     "missing": ("skip", "spare"),
-    "trips": ("ahead", "alone"),
+    "iterations": ("ahead", "alone"),
     "loop_plan": ("sorted", "dynamic", "static"),
     "shard_plan": ("balanced", "block", "intermediate", "hidden"),
 }
@@ -150,8 +150,8 @@ def draft_config(
         fetches=request.fetches,
         missing=request.missing,
         piece_rows=_piece_rows(sizes, work),
-        trips=request.trips,
-        pairs=MOST_PAIRS if request.trips == "alone" and request.loop_plan != "static" else 1,
+        iterations=request.iterations,
+        pairs=MOST_PAIRS if request.iterations == "alone" and request.loop_plan != "static" else 1,
     )
     # Rows without a token cannot be left out where nothing can.
     stores = "tiles" if request.missing == "spare" else work.stores

@@ -48,8 +48,9 @@ _PART_SHARE = 0.1  # of products or loads, which go on less beside each other wi
 _OUTER_BUFFERS = 3  # with fewer, an output tile waits for a store
 _ROWS_SHARE = 0.05  # of loads, behind which first rows stand that have one buffer
 _WHOLE_SHARE = 0.02  # of the loads of whole experts, behind which rows stand
-_LOOP_NS = 1_000.0  # to find out that a loop has no trip
-# Between two trips that load for themselves: rows, and the part of the weights that comes first.
+_LOOP_NS = 1_000.0  # to find out that a loop has no iteration
+# Between two iterations that load for themselves: rows, and the part of the weights that comes
+# first.
 _EDGE_NS, _EDGE_LOADS = 3_000.0, 1.4
 
 
@@ -93,12 +94,12 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
         more_E = tokens_E.copy()
         more_E[0] += config.tile_rows  # experts hardly have as many tiles each
         sizes = sorted(_sizes(config, more_E, -(-more_E // config.tile_rows)), reverse=True)
-        total += _num_trips(Counter(sizes[::lanes]), config.loop.pairs) * edge_ns(config)
+        total += _num_iterations(Counter(sizes[::lanes]), config.loop.pairs) * edge_ns(config)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
 
 
 def edge_ns(config: PrefillConfig) -> float:
-    """Return an estimate of the time between two trips that load for themselves, in ns."""
+    """Return an estimate of the time between two iterations that load for themselves, in ns."""
     loop, chip = config.loop, core(config.chip)
     load_in, load_out = weights_ns(config)
     steps = loop.in_parts * loop.h_parts
@@ -108,8 +109,8 @@ def edge_ns(config: PrefillConfig) -> float:
     return _EDGE_NS * chip.transfers + _EDGE_LOADS * first_load
 
 
-def _num_trips(steps: Counter[float], pairs: int) -> int:
-    """Return the trips through work tiles of so many row tiles each; see `list_work_tiles`."""
+def _num_iterations(steps: Counter[float], pairs: int) -> int:
+    """Return the iterations through work tiles of so many row tiles each; see `list_work_tiles`."""
     singles, large = steps[1.0], sorted((size for size in steps if size > 1), reverse=True)
     beside = min(singles, sum(steps[size] for size in large))
     loops = [-(-(singles - beside) // 2)]

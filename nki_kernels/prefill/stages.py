@@ -374,7 +374,7 @@ def store_rows(
                 src=b.outer[outer][piece * size : (piece + 1) * size],
                 oob_mode=when_missing(config.loop.missing == "skip"),
                 dge_mode=nisa.dge_mode.hwdge,
-                # Of both queues: a trip ends when its last transfer is asked for.
+                # Of both queues: an iteration ends when its last transfer is asked for.
                 engine=nisa.engine.scalar if piece % 2 == 0 else nisa.engine.sync,
             )
     else:

@@ -1,8 +1,8 @@
 """Where the program of one core is: source line, dynamic loops, operands of the instruction.
 
-Each dynamic loop writes loop_begin, one loop_trip per iteration, and loop_end to the trace, and the
-number of iterations to the core's flow, which must agree between cores. A loop left by break or
-return is found when the kernel ends, or a ``while`` around it goes on.
+Each dynamic loop writes loop_begin, one loop_iteration per iteration, and loop_end to the trace,
+and the number of iterations to the core's flow, which must agree between cores. A loop left by
+break or return is found when the kernel ends, or a ``while`` around it goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nki_sim.machine.tensor import NkiTensor
 _STUCK_ITERATIONS: Final = 10_000
 _PLAIN: Final = (int, float, str, bool, type(None))
 _BEGIN: Final = tr.ControlFacts("loop_begin")
-_ITERATION: Final = tr.ControlFacts("loop_trip")
+_ITERATION: Final = tr.ControlFacts("loop_iteration")
 _END: Final = tr.ControlFacts("loop_end")
 
 
@@ -72,7 +72,7 @@ class Loop:
         self._end_iteration()
         self.iterations += 1
         self.body.begin_iteration(self._program.births)
-        self._mark("loop_trip", _ITERATION)
+        self._mark("loop_iteration", _ITERATION)
 
     def check_progress(self, value: int) -> None:
         """Refuse a loop whose condition has held the same value for very many iterations.

@@ -339,7 +339,7 @@ def price_control(facts: ControlFacts, chip: Hardware) -> ComputePrice:
     elif facts.kind == "register_move":
         time = chip.register_move_ns
     else:
-        time = chip.loop_trip_ns if facts.kind == "loop_trip" else 0.0
+        time = chip.loop_iteration_ns if facts.kind == "loop_iteration" else 0.0
     return ComputePrice(time, time)
 
 

@@ -59,7 +59,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class EdgePrice:
-    """The trip of a dynamic loop where all queues of the core wait for each other."""
+    """The iteration of a dynamic loop where all queues of the core wait for each other."""
 
     duration_ns: float
 
@@ -424,13 +424,13 @@ class Player:
 def _steps(
     prices: list[Price], prepared: Prepared, options: TimelineOptions
 ) -> list[Price | EdgePrice]:
-    """Return the prices, with trips of dynamic loops as meetings of queues where they are."""
+    """Return the prices, with iterations of dynamic loops as meetings of queues where they are."""
     steps: list[Price | EdgePrice] = list(prices)
     if options.model.loop_edge != "free":
         for number, (_, _, facts) in enumerate(prepared.kinds):
             price = prices[number]
-            is_trip = isinstance(facts, tr.ControlFacts) and facts.kind == "loop_trip"
-            if is_trip and isinstance(price, ComputePrice):
+            is_iteration = isinstance(facts, tr.ControlFacts) and facts.kind == "loop_iteration"
+            if is_iteration and isinstance(price, ComputePrice):
                 steps[number] = EdgePrice(price.latency_ns)
     return steps
 

@@ -33,8 +33,8 @@ class ScheduleModel:
             kept, matmuls into the same PSUM bytes stay in order, nothing passes a step of a dynamic
             loop, and nothing is put behind a meeting of cores that came before it.
         window: instructions, counted from the oldest that has not been issued; 1 is in order.
-        loop_edge: what a trip of a dynamic loop waits for. "free": nothing, each queue passes by
-            itself; "engines": until every engine of the core has finished what came before and
+        loop_edge: what an iteration of a dynamic loop waits for. "free": nothing, each queue passes
+            by itself; "engines": until every engine of the core has finished what came before and
             every transfer before has been triggered; "drain": until these have ended, too.
         sendrecv: "blocking": an exchange starts when the one before has ended; "pipelined": only
             the bytes of exchanges follow one another, their latencies overlap.

@@ -83,7 +83,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "gpsimd_other_cycles_per_element",
     ),
     "loops and registers": (
-        "loop_trip_ns",
+        "loop_iteration_ns",
         "register_load_sbuf_ns",
         "register_load_hbm_ns",
         "register_store_ns",

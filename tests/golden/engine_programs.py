@@ -299,13 +299,13 @@ def registers(rng: random.Random) -> list[str]:
             if deep < 2:
                 plan = rng.getrandbits(32)
 
-                def trip(number: Any) -> None:
+                def iteration(number: Any) -> None:
                     same = random.Random(plan)
                     isa.tensor_copy(out[0:8, 0:1], x[0:8, number])
                     if same.random() < 0.5:
                         isa.register_move(held[0], number)
 
-                nl.fori_loop(rng.choice((0, first)), last, trip, step=rng.choice((1, 1, 2, 0)))
+                nl.fori_loop(rng.choice((0, first)), last, iteration, step=rng.choice((1, 1, 2, 0)))
 
         for _ in range(rng.randint(4, 10)):
             try:

@@ -224,7 +224,7 @@ def loops(rng: random.Random) -> list[str]:
         rng.choice(("add", "copy", "inner", "new", "load", "set")) for _ in range(rng.randint(1, 5))
     ]
     flaw = rng.choice(("none", "none", "flag", "other", "grows", "length"))
-    trips, inner = rng.randint(1, 4), rng.randint(0, 3)
+    iterations, inner = rng.randint(1, 4), rng.randint(0, 3)
 
     def body(x: Any, count: Any) -> None:
         end = isa.register_alloc(0)
@@ -235,18 +235,18 @@ def loops(rng: random.Random) -> list[str]:
             isa.memset(buffer, 1.0)
         seen: list[int] = []
 
-        def step(trip: Any) -> None:
+        def step(iteration: Any) -> None:
             slot = len(seen) % 2 if flaw == "other" else 0
             if flaw in ("flag", "other", "grows"):
                 seen.append(1)
             for what in plan[: len(seen) + 1] if flaw == "length" else plan:
-                take(what, trip, buffers[slot])
+                take(what, iteration, buffers[slot])
             if flaw == "flag" and len(seen) == 2:
                 isa.memset(buffers[1], 2.0)
             if flaw == "length":
                 seen.append(1)
 
-        def take(what: str, trip: Any, buffer: Any) -> None:
+        def take(what: str, iteration: Any, buffer: Any) -> None:
             if what == "add":
                 isa.tensor_tensor(buffer, buffer, x, nl.add)
             elif what == "copy":
@@ -254,7 +254,7 @@ def loops(rng: random.Random) -> list[str]:
             elif what == "new":
                 isa.tensor_copy(nl.ndarray(x.shape, nl.float32), buffer)
             elif what == "load":
-                isa.register_move(place, trip)
+                isa.register_move(place, iteration)
             elif what == "set":
                 isa.tensor_scalar(buffer, buffer, nl.multiply, float(1 + len(seen)))
             else:
@@ -263,7 +263,7 @@ def loops(rng: random.Random) -> list[str]:
         nl.fori_loop(0, end, step)
         isa.tensor_copy(buffers[1], buffers[0])
 
-    x, count = Tile(np.ones((32, 8), np.float32)), Tile(np.array([[trips]], np.int32))
+    x, count = Tile(np.ones((32, 8), np.float32)), Tile(np.array([[iterations]], np.int32))
     return end_of(lambda: execute(body, x=x, count=count, options=REPORTS).run)
 
 

@@ -122,7 +122,7 @@ def prefill(rng: random.Random) -> tuple[Any, ...]:
         "fetches": rng.choice(("copy", "copy", "dma")),
         "num_cores": rng.choice((1, 2, 2)),
         "missing": rng.choice(("skip", "skip", "spare")),
-        "trips": rng.choice(("ahead", "alone")),
+        "iterations": rng.choice(("ahead", "alone")),
         "scaling": rng.choice(("none", "none", "pre", "post")),
         "largest_work_tile": rng.choice((1, 2, 4)),
         "chip": "trn3" if is_mx else "trn2",

@@ -118,10 +118,10 @@ def test_choices_are_different_and_all_experts_alike() -> None:
 
 
 def test_a_loop_is_compiled_once() -> None:
-    trip, begin, end = "loop_trip", "loop_begin", "loop_end"
-    inner = [begin, trip, "", trip, "", end]
-    assert times._count_once(["", begin, trip, "", "", trip, "", "", end, ""]) == 4
-    assert times._count_once([begin, trip, "", *inner, trip, "", *inner, end]) == 2
+    iteration, begin, end = "loop_iteration", "loop_begin", "loop_end"
+    inner = [begin, iteration, "", iteration, "", end]
+    assert times._count_once(["", begin, iteration, "", "", iteration, "", "", end, ""]) == 4
+    assert times._count_once([begin, iteration, "", *inner, iteration, "", *inner, end]) == 2
     plan = layer("meta").plan(Step("prefill", 1024))
     (experts,) = simulate_plan(plan, draw_choices(1024, E, K))
     assert experts.kernel == "prefill_layer"

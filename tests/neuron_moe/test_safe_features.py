@@ -79,13 +79,13 @@ def plan(phase: str, tokens: int, model: str = "qwen3_30b_a3b", **tuning: Any) -
 
 def test_prefill_leaves_out_what_no_public_kernel_shows() -> None:
     loop = plan("prefill", 512)._compiled.config.loop  # type: ignore[attr-defined]
-    assert (loop.is_dynamic, loop.trips, loop.missing) == (True, "alone", "skip")
+    assert (loop.is_dynamic, loop.iterations, loop.missing) == (True, "alone", "skip")
 
 
 @pytest.mark.long
 def test_shared_experts_of_prefill_do_likewise() -> None:
     shared = plan("prefill", 256, "llama4_scout").shared_config  # type: ignore[attr-defined]
-    assert shared.loop.trips == "alone"
+    assert shared.loop.iterations == "alone"
 
 
 def test_decode_leaves_out_what_no_public_kernel_shows() -> None:
@@ -96,7 +96,7 @@ def test_decode_leaves_out_what_no_public_kernel_shows() -> None:
 def test_a_tuned_plan_opens_nothing() -> None:
     tuned = TunedPlans(prefill=(plan("prefill", 512)._tuned(),))  # type: ignore[attr-defined]
     loop = plan("prefill", 512, tuned=tuned)._compiled.config.loop  # type: ignore[attr-defined]
-    assert loop.trips == "alone"
+    assert loop.iterations == "alone"
 
 
 def test_what_a_chip_was_seen_to_have_is_opened_again(tmp_path: Path) -> None:
@@ -107,11 +107,13 @@ def test_what_a_chip_was_seen_to_have_is_opened_again(tmp_path: Path) -> None:
     write_verdicts(file, {**found, "loops in a row": "fails"}, "trn2", ())
     some = Tuning(features=opened_by(file))
     prefill, decode = features.prefill_request(some), features.decode_request(some)
-    assert (prefill.trips, decode.sums) == ("ahead", "sbuf")
-    assert features.prefill_request(Tuning()).trips == "alone"
+    assert (prefill.iterations, decode.sums) == ("ahead", "sbuf")
+    assert features.prefill_request(Tuning()).iterations == "alone"
 
 
-@pytest.mark.parametrize("features", ["closed", frozenset({"loops"}), ["sums over trips"], None])
+@pytest.mark.parametrize(
+    "features", ["closed", frozenset({"loops"}), ["sums over iterations"], None]
+)
 def test_an_unknown_feature_is_refused(features: Any) -> None:
     with pytest.raises(ValueError, match="must be 'open', 'safe', or a frozenset of 'loads"):
         Tuning(features=features)
@@ -135,7 +137,9 @@ def test_a_dynamic_while_has_a_precedent(switch: str) -> None:
 
 def test_what_has_no_precedent_is_told() -> None:
     told = named(features="open", use_shard_on_block_dynamic_while=True)
-    assert "no public kernel has a precedent of: a trip of a loop loads for the next one" in told
+    assert (
+        "no public kernel has a precedent of: an iteration of a loop loads for the next one" in told
+    )
     assert "no public kernel" not in str(plan("decode", 4).explain())
 
 

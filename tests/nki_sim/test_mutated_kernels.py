@@ -162,7 +162,7 @@ KERNELS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
         """
         count_sb = nl.ndarray((1, 1), <ctype=nl.int32>)
         <load=nisa.dma_copy(count_sb, b)>
-        trips = nisa.scalar_load(<loaded=count_sb>)
+        iterations = nisa.scalar_load(<loaded=count_sb>)
         total = nl.ndarray((1, 64), nl.float32)
         <zero=nisa.memset(total, 0.0)>
         seen = []
@@ -172,7 +172,7 @@ KERNELS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
             <inside=pass>
             nisa.tensor_tensor(total, total, <row=row>, nl.add)
             return <result=None>
-        nl.fori_loop(<lower=0>, <upper=trips>, body<by=>)
+        nl.fori_loop(<lower=0>, <upper=iterations>, body<by=>)
         <later=pass>
         y = nl.ndarray((1, 64), nl.float32, buffer=nl.shared_hbm)
         nisa.dma_copy(y, total)
@@ -295,9 +295,9 @@ FAULTS: dict[str, dict[str, dict[str, str]]] = {
             "seen.append(row) if i > 1 else None": LANGUAGE,
         },
         "result": {"i": LANGUAGE},
-        "upper": {"total": OPERAND, "trips > 1": LANGUAGE},
-        "by": {", 0": LANGUAGE, ", trips": LANGUAGE},
-        "later": {"range(trips)": LANGUAGE, "nisa.scalar_store(count_sb, 3)": OPERAND},
+        "upper": {"total": OPERAND, "iterations > 1": LANGUAGE},
+        "by": {", 0": LANGUAGE, ", iterations": LANGUAGE},
+        "later": {"range(iterations)": LANGUAGE, "nisa.scalar_store(count_sb, 3)": OPERAND},
     },
 }
 
@@ -360,12 +360,12 @@ TWINS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "turns": {"reduce": ("nl.add", "nl.minimum"), "op": ("nl.copy", "nl.tanh"), "axis": ("(1,)",)},
     "loop": {
-        "upper": ("3", "trips + 2", "trips * 2"),
-        "lower": ("1", "trips"),
+        "upper": ("3", "iterations + 2", "iterations * 2"),
+        "lower": ("1", "iterations"),
         "by": (", 2",),
         "inside": ("nisa.tensor_scalar(row, row, nl.multiply, 2.0)",),
         "at": ("i + 1", "0"),
-        "later": ("nisa.scalar_store(count_sb, trips)",),
+        "later": ("nisa.scalar_store(count_sb, iterations)",),
     },
 }
 

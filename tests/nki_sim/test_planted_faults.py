@@ -497,10 +497,10 @@ def scatter_into_row_3(row_of_other: int) -> Kernel:
     return kernel
 
 
-def loop_trips(trips: tuple[int, int]) -> Kernel:
+def loop_iterations(iterations: tuple[int, int]) -> Kernel:
     def kernel(x: Any) -> Any:
         core = nl.program_id(0)
-        register = isa.register_alloc(trips[core])
+        register = isa.register_alloc(iterations[core])
         total = _tile(0.0, (1, 1))
         nl.fori_loop(0, register, lambda _: _count(total))
         out = nl.ndarray((2, 1), nl.float32, buffer=nl.shared_hbm)
@@ -685,8 +685,8 @@ PLANTS: dict[str, Plant] = {
     "race-scatter-to-one-row": Plant(
         scatter_to_the_only_row(2), scatter_to_the_only_row(1), E.RaceError, "tensor", lnc=2
     ),
-    "trip-counts-differ": Plant(
-        loop_trips((2, 3)), loop_trips((3, 3)), E.DivergenceError, "control flow", lnc=2
+    "iteration-counts-differ": Plant(
+        loop_iterations((2, 3)), loop_iterations((3, 3)), E.DivergenceError, "control flow", lnc=2
     ),
     "barrier-on-one-core": Plant(
         barrier_on((0,)), barrier_on((0, 1)), E.DeadlockError, "cores", lnc=2

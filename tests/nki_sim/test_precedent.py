@@ -121,13 +121,13 @@ def test_more_levels_than_any_precedent_are_told() -> None:
 
 
 def looped(loads_ahead: bool) -> Recorder:
-    """Load rows and double them in a dynamic loop, in the same trip or a trip ahead."""
+    """Load rows and double them in a dynamic loop, in the same iteration or an iteration ahead."""
 
     def body(dst: Any, x: Any, row: Any) -> None:
         def load() -> None:
             isa.dma_copy(row, x)
 
-        def trip(_number: Any) -> None:
+        def iteration(_number: Any) -> None:
             if not loads_ahead:
                 load()
             isa.tensor_scalar(dst, row, nl.multiply, 2.0)
@@ -135,7 +135,7 @@ def looped(loads_ahead: bool) -> Recorder:
                 load()
 
         load()
-        nl.fori_loop(0, 3, trip)
+        nl.fori_loop(0, 3, iteration)
 
     return record(body, dst=tile(8, 4), x=tile(8, 4, space="hbm"), row=tile(8, 4))
 
@@ -143,7 +143,7 @@ def looped(loads_ahead: bool) -> Recorder:
 def test_a_load_that_crosses_the_back_edge_of_a_loop_is_told() -> None:
     known, asked = looped(loads_ahead=False), looped(loads_ahead=True)
     (what,) = told(known, asked)
-    assert "from trip to trip left by dma in sbuf, read by vector" in what
+    assert "from iteration to iteration left by dma in sbuf, read by vector" in what
     assert "NKI 0.4" in what
     assert told(asked, known) == []
 
@@ -170,12 +170,12 @@ def test_a_loop_whose_cores_differ_is_told() -> None:
         row = nl.ndarray((8, 4), dtype=nl.float32, buffer=nl.sbuf)
         isa.memset(row, 0.0)
 
-        def trip(_number: Any) -> None:
+        def iteration(_number: Any) -> None:
             isa.tensor_scalar(row, row, nl.add, 1.0)
             if alike or nl.program_id(0) == 0:
                 isa.tensor_scalar(row, row, nl.multiply, 2.0)
 
-        nl.fori_loop(0, 2, trip)
+        nl.fori_loop(0, 2, iteration)
         isa.dma_copy(out[nl.program_id(0)], row)
         return out
 

@@ -34,15 +34,15 @@ def doubled(numbers: Any, rows: Any) -> Any:
     return out
 
 
-def trips(run: Any) -> int:
-    return sum(one.op == "loop_trip" for one in run.trace)
+def iterations(run: Any) -> int:
+    return sum(one.op == "loop_iteration" for one in run.trace)
 
 
 def test_a_loop_runs_few_iterations_and_uses_the_same() -> None:
     rows, found, counts = np.zeros((8, 32), np.float32), [], []
     for options in (SHORT, WHOLE):
         with recording() as recorder:
-            counts.append(trips(nki_sim.run(doubled, NUMBERS, rows, options=options)))
+            counts.append(iterations(nki_sim.run(doubled, NUMBERS, rows, options=options)))
         found.append(dict(recorder.uses))
     assert counts == [2, 7]
     assert found[0] == found[1]
@@ -89,7 +89,7 @@ def held(numbers: Any) -> Any:
 
 
 def test_a_loop_that_sets_an_outer_register_runs_whole() -> None:
-    assert trips(nki_sim.run(held, NUMBERS, options=SHORT)) == 5
+    assert iterations(nki_sim.run(held, NUMBERS, options=SHORT)) == 5
 
 
 def nested(numbers: Any) -> Any:
@@ -116,7 +116,7 @@ def nested(numbers: Any) -> Any:
 def test_a_loop_goes_on_until_its_inner_loop_was_entered() -> None:
     run = nki_sim.run(nested, np.array([[0, 0, 0, 0, 1, 1, 1, 1]], np.int32), options=SHORT)
     assert [one.op for one in run.trace].count("loop_begin") == 1 + 5
-    assert trips(run) == 5 + 1
+    assert iterations(run) == 5 + 1
 
 
 def test_unwritten_memory_must_be_seen() -> None:

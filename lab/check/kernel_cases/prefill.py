@@ -192,7 +192,7 @@ def _request(case: Case) -> PlanRequest:
         loop_plan=case.get("loop_plan", loop_plan),
         fetches=case.get("fetches", "copy"),
         missing=case.get("missing", "skip"),
-        trips=case.get("trips", "ahead"),
+        iterations=case.get("iterations", "ahead"),
     )
 
 

@@ -10,17 +10,17 @@ from lab.chip.open_features.tiles import counted, kept, loaded
 
 
 @nki.jit
-def sums_over_trips(x: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
-    """Add x^T x up in PSUM over the trips of a loop whose length is loaded; x [128, 128] bf16."""
+def sums_over_iterations(x: nl.NkiTensor, iterations: nl.NkiTensor) -> nl.NkiTensor:
+    """Add x^T x up in PSUM over iterations whose number is loaded; x [128, 128] bf16."""
     x_sb = loaded(x)
     sum_ps = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=sum_ps, stationary=x_sb, moving=x_sb, accumulate=False)
-    end = counted(trips)
+    end = counted(iterations)
 
-    def trip(_number: nl.NkiTensor) -> None:
+    def iteration(_number: nl.NkiTensor) -> None:
         nisa.nc_matmul(dst=sum_ps, stationary=x_sb, moving=x_sb, accumulate=True)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     sum_sb = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=sum_sb, src=sum_ps)
     return kept(sum_sb)
@@ -81,21 +81,21 @@ def gathered_transpose(x: nl.NkiTensor, rows: nl.NkiTensor) -> nl.NkiTensor:
 
 
 @nki.jit
-def exchange_in_a_loop(x: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
-    """Swap x [2, 128, 64] float32 between the cores in every trip of a loop; return both."""
+def exchange_in_a_loop(x: nl.NkiTensor, iterations: nl.NkiTensor) -> nl.NkiTensor:
+    """Swap x [2, 128, 64] float32 between the cores in every iteration of a loop; return both."""
     core = nl.program_id(0)
     mine_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     theirs_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=mine_sb, src=x[core])
-    end = counted(trips)
+    end = counted(iterations)
 
-    def trip(_number: nl.NkiTensor) -> None:
+    def iteration(_number: nl.NkiTensor) -> None:
         nisa.sendrecv(
             src=mine_sb, dst=theirs_sb, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0
         )
         nisa.tensor_copy(dst=mine_sb, src=theirs_sb)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return kept(mine_sb)
 
 
@@ -159,16 +159,16 @@ def plain_copy(x: nl.NkiTensor) -> nl.NkiTensor:
 
 
 @nki.jit
-def loads_for_the_next_trip(x: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
-    """Add up the first matrices of x [5, 128, 64] float32, each loaded a trip before it is used."""
-    end = counted(trips)
+def loads_for_the_next_iteration(x: nl.NkiTensor, iterations: nl.NkiTensor) -> nl.NkiTensor:
+    """Add up the first matrices of x [5, 128, 64] float32, each loaded an iteration before."""
+    end = counted(iterations)
     ahead_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=ahead_sb, value=1)
     next_sb = loaded(x[0])
     sum_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=sum_sb, value=0.0)
 
-    def trip(_number: nl.NkiTensor) -> None:
+    def iteration(_number: nl.NkiTensor) -> None:
         nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=next_sb, op=nl.add)
         nisa.dma_copy(
             dst=next_sb,
@@ -178,17 +178,20 @@ def loads_for_the_next_trip(x: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTenso
         )
         nisa.tensor_scalar(dst=ahead_sb, data=ahead_sb, op0=nl.add, operand0=1)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return kept(sum_sb)
 
 
 @nki.jit
-def products_in_a_loop(x: nl.NkiTensor, weights: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
+def products_in_a_loop(
+    x: nl.NkiTensor, weights: nl.NkiTensor, iterations: nl.NkiTensor
+) -> nl.NkiTensor:
     """Add up weights[i]^T x over a loop of a loaded length, with all engines inside.
 
-    x is [128, 64] and weights [4, 128, 128] bfloat16. Nothing stays in PSUM from trip to trip.
+    x is [128, 64] and weights [4, 128, 128] bfloat16. Nothing stays in PSUM from iteration to
+    iteration.
     """
-    end = counted(trips)
+    end = counted(iterations)
     x_sb = loaded(x)
     weight_sb = nl.ndarray((128, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
     product_ps = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.psum)
@@ -196,7 +199,7 @@ def products_in_a_loop(x: nl.NkiTensor, weights: nl.NkiTensor, trips: nl.NkiTens
     sum_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=sum_sb, value=0.0)
 
-    def trip(number: nl.NkiTensor) -> None:
+    def iteration(number: nl.NkiTensor) -> None:
         nisa.dma_copy(
             dst=weight_sb,
             src=weights.ap([[128, 128], [1, 128]], scalar_offset=number, indirect_dim=0),
@@ -209,43 +212,43 @@ def products_in_a_loop(x: nl.NkiTensor, weights: nl.NkiTensor, trips: nl.NkiTens
             dst=sum_sb, data1=sum_sb, data2=product_sb, op=nl.add, engine=nisa.engine.gpsimd
         )
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return kept(sum_sb)
 
 
 @nki.jit
-def loops_in_a_row(x: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
-    """Add x^T x up in PSUM over three loops, of x [128, 128] bfloat16; `trips` is [1, 3]."""
-    x_sb, trips_sb = loaded(x), loaded(trips)
+def loops_in_a_row(x: nl.NkiTensor, iterations: nl.NkiTensor) -> nl.NkiTensor:
+    """Add x^T x up in PSUM over three loops, of x [128, 128] bfloat16; `iterations` is [1, 3]."""
+    x_sb, iterations_sb = loaded(x), loaded(iterations)
     sum_ps = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=sum_ps, stationary=x_sb, moving=x_sb, accumulate=False)
 
-    def trip(_number: nl.NkiTensor) -> None:
+    def iteration(_number: nl.NkiTensor) -> None:
         nisa.nc_matmul(dst=sum_ps, stationary=x_sb, moving=x_sb, accumulate=True)
 
     for k in range(3):
         end = nisa.register_alloc()
-        nisa.register_load(end, trips_sb[0:1, k : k + 1])
-        nl.fori_loop(0, end, trip)
+        nisa.register_load(end, iterations_sb[0:1, k : k + 1])
+        nl.fori_loop(0, end, iteration)
     sum_sb = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=sum_sb, src=sum_ps)
     return kept(sum_sb)
 
 
 @nki.jit
-def bodies_that_differ(x: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
-    """Add x [128, 64] float32 up in a loop: core 0 once in each trip, core 1 twice."""
+def bodies_that_differ(x: nl.NkiTensor, iterations: nl.NkiTensor) -> nl.NkiTensor:
+    """Add x [128, 64] float32 up in a loop: core 0 once in each iteration, core 1 twice."""
     x_sb = loaded(x)
     sum_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=sum_sb, value=0.0)
-    end = counted(trips)
+    end = counted(iterations)
     core = nl.program_id(0)
 
-    def trip(_number: nl.NkiTensor) -> None:
+    def iteration(_number: nl.NkiTensor) -> None:
         for _turn in range(1 + core):
             nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=x_sb, op=nl.add)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return kept(sum_sb)
 
 
@@ -345,19 +348,21 @@ def row_onto_partitions(x: nl.NkiTensor) -> nl.NkiTensor:
 
 
 @nki.jit
-def skipped_in_a_loop(x: nl.NkiTensor, entries: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
+def skipped_in_a_loop(
+    x: nl.NkiTensor, entries: nl.NkiTensor, iterations: nl.NkiTensor
+) -> nl.NkiTensor:
     """Add up the matrices of x [4, 128, 64] float32 that `entries` [1, 4] names, in a loop.
 
     One that there is not adds what was loaded before it.
     """
-    end = counted(trips)
+    end = counted(iterations)
     numbers_sb = loaded(entries)
     found_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     sum_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=found_sb, value=0.0)
     nisa.memset(dst=sum_sb, value=0.0)
 
-    def trip(number: nl.NkiTensor) -> None:
+    def iteration(number: nl.NkiTensor) -> None:
         entry_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_copy(
             dst=entry_sb,
@@ -373,18 +378,20 @@ def skipped_in_a_loop(x: nl.NkiTensor, entries: nl.NkiTensor, trips: nl.NkiTenso
         )
         nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=found_sb, op=nl.add)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return kept(sum_sb)
 
 
 @nki.jit
-def shared_matrices(x: nl.NkiTensor, weights: nl.NkiTensor, trips: nl.NkiTensor) -> nl.NkiTensor:
-    """Add up weights[i]^T x over a loop, each core half of the sum, exchanged in every trip.
+def shared_matrices(
+    x: nl.NkiTensor, weights: nl.NkiTensor, iterations: nl.NkiTensor
+) -> nl.NkiTensor:
+    """Add up weights[i]^T x over a loop, each core half of the sum, exchanged in every iteration.
 
     x is [256, 64] and weights [4, 256, 128] bfloat16; both cores return [128, 64] float32.
     """
     core = nl.program_id(0)
-    end = counted(trips)
+    end = counted(iterations)
     mine_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     theirs_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
     sum_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
@@ -393,7 +400,7 @@ def shared_matrices(x: nl.NkiTensor, weights: nl.NkiTensor, trips: nl.NkiTensor)
     nisa.memset(dst=sum_sb, value=0.0)
     x_sb = loaded(x[core * 128 : (core + 1) * 128])
 
-    def trip(number: nl.NkiTensor) -> None:
+    def iteration(number: nl.NkiTensor) -> None:
         nisa.dma_copy(
             dst=weight_sb,
             src=weights.ap(
@@ -413,7 +420,7 @@ def shared_matrices(x: nl.NkiTensor, weights: nl.NkiTensor, trips: nl.NkiTensor)
         nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=mine_sb, op=nl.add)
         nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=theirs_sb, op=nl.add)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return kept(sum_sb)
 
 

@@ -61,7 +61,7 @@ def _number(value: int) -> np.ndarray:
     return np.array([[value]], np.int32)
 
 
-def _trips(random: np.random.Generator) -> Any:
+def _iterations(random: np.random.Generator) -> Any:
     x = random.integers(-2, 3, (128, 128)).astype(BF16)
     wide = x.astype(np.float32)
     return (x, _number(3)), 4.0 * (wide.T @ wide)
@@ -210,11 +210,11 @@ ALIVE: Final = OpenFeature(
 )
 """Known to be good; what runs after each row of `chip check`."""
 
-_TRIPS_ALONE: Final = Fallback(
-    switch='PlanRequest(trips="alone")',
+_ITERATIONS_ALONE: Final = Fallback(
+    switch='PlanRequest(iterations="alone")',
     case="small/prefill",
     full="full/prefill-qwen3-30b",
-    changes={"trips": "alone"},
+    changes={"iterations": "alone"},
 )
 _SUMS_IN_SBUF: Final = Fallback(
     switch='DecodeRequest(sums="sbuf")',
@@ -231,10 +231,10 @@ _SPARE_ROWS: Final = Fallback(
 
 OPEN_FEATURES: Final = (
     OpenFeature(
-        name="PSUM sums over dynamic trips",
-        question="does accumulate=True add to what an earlier trip of a dynamic loop left in PSUM?",
-        kernel=kernels.sums_over_trips,
-        problem=_trips,
+        name="PSUM sums over dynamic iterations",
+        question="does accumulate=True add to what an iteration of a dynamic loop left in PSUM?",
+        kernel=kernels.sums_over_iterations,
+        problem=_iterations,
         fallbacks=(_SUMS_IN_SBUF,),
     ),
     OpenFeature(
@@ -287,7 +287,7 @@ OPEN_FEATURES: Final = (
     ),
     OpenFeature(
         name="exchanges in dynamic loops",
-        question="may the cores exchange tiles in each trip of a dynamic loop?",
+        question="may the cores exchange tiles in each iteration of a dynamic loop?",
         kernel=kernels.exchange_in_a_loop,
         problem=_swapped,
         fallbacks=(
@@ -321,15 +321,15 @@ OPEN_FEATURES: Final = (
         fallbacks=(_SPARE_ROWS,),
     ),
     OpenFeature(
-        name="loads for the next trip",
-        question="may a trip of a dynamic loop load what the next one uses?",
-        kernel=kernels.loads_for_the_next_trip,
+        name="loads for the next iteration",
+        question="may an iteration of a dynamic loop load what the next one uses?",
+        kernel=kernels.loads_for_the_next_iteration,
         problem=_ahead,
-        fallbacks=(_TRIPS_ALONE,),
+        fallbacks=(_ITERATIONS_ALONE,),
     ),
     OpenFeature(
         name="loops in a row",
-        question="do several dynamic loops, one without a trip, add to the same sums in PSUM?",
+        question="do several dynamic loops, one without iterations, add to one sum in PSUM?",
         kernel=kernels.loops_in_a_row,
         problem=_row_of_loops,
         fallbacks=(_SUMS_IN_SBUF,),
@@ -349,7 +349,7 @@ OPEN_FEATURES: Final = (
     ),
     OpenFeature(
         name="shared entries in a loop",
-        question="may the cores exchange halves of a product in each trip of a dynamic loop?",
+        question="may the cores exchange halves of a product in each iteration of a dynamic loop?",
         kernel=kernels.shared_matrices,
         problem=_shared,
     ),

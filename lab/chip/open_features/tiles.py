@@ -13,10 +13,10 @@ def loaded(x: nl.NkiTensor) -> nl.NkiTensor:
     return tile
 
 
-def counted(trips: nl.NkiTensor) -> nl.NkiTensor:
+def counted(iterations: nl.NkiTensor) -> nl.NkiTensor:
     """Return a register with a number that is loaded, [1, 1] int32 in HBM: the end of a loop."""
     end = nisa.register_alloc()
-    nisa.register_load(end, loaded(trips))
+    nisa.register_load(end, loaded(iterations))
     return end
 
 

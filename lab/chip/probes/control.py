@@ -10,18 +10,18 @@ from lab.chip.probes.tiles import filled, stored
 
 
 @nki.jit
-def trips(repeats: int, columns: int) -> nl.NkiTensor:
+def iterations(repeats: int, columns: int) -> nl.NkiTensor:
     """Copy a tile in a loop whose length is only known at run time."""
     one, other = filled(columns, nl.float32), filled(columns, nl.float32)
     count = filled(1, nl.int32, repeats, rows=1)
     end = nisa.register_alloc()
     nisa.register_load(end, count)
 
-    def trip(_position: nl.NkiTensor) -> None:
+    def iteration(_position: nl.NkiTensor) -> None:
         nisa.tensor_copy(dst=other, src=one, engine=nisa.engine.vector)
         nisa.tensor_copy(dst=one, src=other, engine=nisa.engine.vector)
 
-    nl.fori_loop(0, end, trip)
+    nl.fori_loop(0, end, iteration)
     return stored(one)
 
 

@@ -257,7 +257,7 @@ _DMA: Final = (
 )
 
 _CONTROL: Final = (
-    _probe("trips", control.trips, (200, 8), "loop_trip_ns"),
+    _probe("iterations", control.iterations, (200, 8), "loop_iteration_ns"),
     _probe("register loads", control.register_loads, (500,), "register_load_sbuf_ns"),
     _probe(
         "register loads from HBM",

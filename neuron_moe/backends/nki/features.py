@@ -17,7 +17,7 @@ def prefill_request(tuning: Tuning) -> PlanRequest:
     return PlanRequest(
         loop_plan=tuning.loop_plan,
         missing=tuning.missing,
-        trips="ahead" if "loads for the next trip" in tuning.opened else "alone",
+        iterations="ahead" if "loads for the next iteration" in tuning.opened else "alone",
     )
 
 
@@ -28,19 +28,21 @@ def shared_request(tuning: Tuning) -> PlanRequest:
 
 def decode_request(tuning: Tuning, **others: Any) -> DecodeRequest:
     """Return what a decode step asks for, and what others say of it."""
-    return DecodeRequest(sums="auto" if "sums over trips" in tuning.opened else "sbuf", **others)
+    return DecodeRequest(
+        sums="auto" if "sums over iterations" in tuning.opened else "sbuf", **others
+    )
 
 
 def prefill_notes(config: PrefillConfig) -> tuple[str, ...]:
     """Say what prefill does that no public kernel shows."""
-    is_ahead = config.loop.is_dynamic and config.loop.trips == "ahead"
-    found = ["a trip of a loop loads for the next one"] if is_ahead else []
+    is_ahead = config.loop.is_dynamic and config.loop.iterations == "ahead"
+    found = ["an iteration of a loop loads for the next one"] if is_ahead else []
     return _remarks(found, config.weight_format)
 
 
 def decode_notes(config: DecodeConfig) -> tuple[str, ...]:
     """Say what decode does that no public kernel shows."""
-    found = ["sums stay in PSUM from trip to trip"] if config.sums_in_psum else []
+    found = ["sums stay in PSUM from iteration to iteration"] if config.sums_in_psum else []
     return _remarks(found, config.weights.format)
 
 

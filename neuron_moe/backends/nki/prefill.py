@@ -190,7 +190,7 @@ class PrefillPlan(RoutedPlan):
                 "slot_of_pair",
                 "work_expert",
                 "work_row_tiles",
-                "class_trips",
+                "class_iterations",
             ),
         )
         num_slots = dims.num_blocks * dims.block_size

@@ -148,7 +148,7 @@ class PrefillLayerPlan(PrefillPlan):
             return {}
         make = partial(_shared_matrices, shared, config)
         gate_up, down = self.parts.forms.get(f"layer shared {stored_parts(config)}", make)
-        names = ("shared_work_expert", "shared_work_row_tiles", "shared_trips")
+        names = ("shared_work_expert", "shared_work_row_tiles", "shared_iterations")
         lists = {
             name: numbers_near(torch.from_numpy(array), down)
             for name, array in zip(names, shared_work_tiles(config), strict=True)

@@ -53,8 +53,8 @@ class KernelTime:
         kernel: its name.
         us: simulated microseconds.
         instructions: of the compiled kernel on all cores, the body of a dynamic loop once; a loop
-            that made no trip with this routing is not among them.
-        executed: those that ran, each trip counted.
+            that made no iteration with this routing is not among them.
+        executed: those that ran, each iteration counted.
     """
 
     kernel: str
@@ -287,7 +287,7 @@ def _time(name: str, run: nki_sim.Run) -> KernelTime:
 def compiled_instructions(trace: Trace) -> int:
     """Return the instructions of a trace, those of a dynamic loop's body once.
 
-    A body is compiled once whatever its trips, and all trips of a loop are alike.
+    A body is compiled once whatever its iterations, and all iterations of a loop are alike.
     """
     rows = trace.columns()
     kinds = {
@@ -303,15 +303,15 @@ def compiled_instructions(trace: Trace) -> int:
 
 def _count_once(kinds: list[str]) -> int:
     """Count the instructions of one core; `kinds` marks loops, '' is an instruction."""
-    count, trips = 0, []
+    count, iterations = 0, []
     for kind in kinds:
         if kind == "loop_begin":
-            trips.append(0)
-        elif kind == "loop_trip":
-            trips[-1] += 1
+            iterations.append(0)
+        elif kind == "loop_iteration":
+            iterations[-1] += 1
         elif kind == "loop_end":
-            trips.pop()
-        elif all(trip <= 1 for trip in trips):
+            iterations.pop()
+        elif all(iteration <= 1 for iteration in iterations):
             count += 1
     return count
 

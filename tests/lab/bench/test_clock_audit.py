@@ -2,11 +2,11 @@
 
 The audit timed the traces of both sides in the order of the source, with a window of 512
 instructions, and with Vector work that overlaps besides. Its times are in microseconds. It needs a
-checkout of the vendor's library. Its row of decode is gone, for that kernel makes fewer trips
+checkout of the vendor's library. Its row of decode is gone, for that kernel makes fewer iterations
 today: 143 us, and 195 with a barrier, were of the audit; 151 and 173 are of today's. So are its
-loops with a barrier or a drain at each trip, for ours ask for weights sooner: 365 us, and 513 with
-a drain, were of the audit's qwen3-30b of 128 tokens; 351 and 475 are of today's. So are its rows of
-one expert a token, for which ours stored rows to tokens then, without a sum.
+loops with a barrier or a drain at each iteration, for ours ask for weights sooner: 365 us, and 513
+with a drain, were of the audit's qwen3-30b of 128 tokens; 351 and 475 are of today's. So are its
+rows of one expert a token, for which ours stored rows to tokens then, without a sum.
 """
 
 import os
@@ -107,8 +107,8 @@ ROWS = (
 
 
 def configured(model: Model, choices: Any) -> PrefillConfig:
-    """Return the plan that the audit timed, which need not be the one that is chosen now: a trip
-    of its loops loads for the next one.
+    """Return the plan that the audit timed, which need not be the one that is chosen now: an
+    iteration of its loops loads for the next one.
     """
     num_tokens = len(choices)
     parts = experts_parts(model, Step("prefill", num_tokens), layout="packed")
@@ -116,7 +116,7 @@ def configured(model: Model, choices: Any) -> PrefillConfig:
     num_slots = num_blocks(num_tokens, model.K, model.E, BLOCK_SIZE) * BLOCK_SIZE
     sizes = ExpertSizes(model.H, model.I, model.E)
     work = PrefillWork(BLOCK_SIZE, num_slots, num_tokens)
-    request = replace(candidate.request, trips="ahead")
+    request = replace(candidate.request, iterations="ahead")
     config = make_config(kernel_formula(parts.weights), sizes, work, request)
     if request.weight_parts is not None:
         return config
@@ -134,7 +134,7 @@ def launch_ours(model: Model, choices: Any, config: PrefillConfig) -> nki_sim.Ru
     slot_of_pair = np.zeros(T * K, np.int32)
     slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
     work_tiles = work_tiles_of(config, slots, mapping.block_to_expert.numpy())
-    names = ("work_expert", "work_row_tiles", "class_trips")
+    names = ("work_expert", "work_row_tiles", "class_iterations")
     gate_up, down = matrix_shapes(config)
     operands: dict[str, Any] = {
         "hidden": TensorSpec((T, model.H), "bfloat16"),

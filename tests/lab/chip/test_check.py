@@ -185,7 +185,7 @@ def test_the_sum_counts_the_launches_of_a_case() -> None:
 
 @pytest.mark.long
 def test_a_launch_that_routes_is_timed() -> None:
-    """The router is in the same launch, so that the trips of its loops need values."""
+    """The router is in the same launch, so that the iterations of its loops need values."""
     layer = CASES["small/decode-layer"]
     wide = with_changes(layer, {"hidden": 4608, "num_global_experts": 32, "num_local_experts": 32})
     (job,) = jobs_of(wide, simulate)

@@ -80,12 +80,12 @@ def share(x_2H: nl.ndarray) -> nl.ndarray:
 
 
 def repeat(x_TH: nl.ndarray, count_11: nl.ndarray) -> nl.ndarray:
-    """Add rows of x in a loop whose trips are known at run time only."""
+    """Add rows of x in a loop whose iterations are known at run time only."""
     T, H = x_TH.shape
     count_sb = nl.ndarray((1, 1), nl.int32)
     nisa.dma_copy(count_sb, count_11)
-    trips = nisa.register_alloc(0)
-    nisa.register_load(trips, count_sb)
+    iterations = nisa.register_alloc(0)
+    nisa.register_load(iterations, count_sb)
     sum_sb = nl.ndarray((1, H), nl.float32)
     other_sb = nl.ndarray((1, H), nl.float32)
     nisa.memset(sum_sb, 0.0)
@@ -97,9 +97,9 @@ def repeat(x_TH: nl.ndarray, count_11: nl.ndarray) -> nl.ndarray:
     column_ps = nl.ndarray((1, H), nl.float32, buffer=nl.psum)
     sums = [sum_sb, other_sb]
     turn = 0
-    for trip in nl.dynamic_range(0, trips):
+    for iteration in nl.dynamic_range(0, iterations):
         row_sb = nl.ndarray((1, H), nl.float32)
-        nisa.dma_copy(row_sb, x_TH.ap([[H, 1], [1, H]], scalar_offset=trip, indirect_dim=0))
+        nisa.dma_copy(row_sb, x_TH.ap([[H, 1], [1, H]], scalar_offset=iteration, indirect_dim=0))
         nisa.tensor_tensor(sums[turn], sums[turn], row_sb, nl.add)
         nisa.nc_matmul(column_ps, ones_sb, whole_sb, accumulate=False)
         nisa.tensor_tensor(other_sb, other_sb, column_ps, nl.add)

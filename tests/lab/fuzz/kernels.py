@@ -75,13 +75,13 @@ FAULTS = {
     "index-not-loaded": Fault(
         "move_rows", "    nisa.dma_copy(index_sb, index_T1)\n", "", "oob_mode.skip", E
     ),
-    "trips-not-loaded": Fault(
+    "iterations-not-loaded": Fault(
         "repeat", "    nisa.dma_copy(count_sb, count_11)\n", "", "register_load", E
     ),
     "register-without-value": Fault(
         "repeat",
-        "    trips = nisa.register_alloc(0)\n    nisa.register_load(trips, count_sb)\n",
-        "    trips = nisa.register_alloc(None)\n",
+        "    iterations = nisa.register_alloc(0)\n    nisa.register_load(iterations, count_sb)\n",
+        "    iterations = nisa.register_alloc(None)\n",
         "dynamic_range",
         E,
     ),
@@ -126,8 +126,12 @@ FAULTS = {
         "H + 1|oob_mode.skip",
         "OutOfBounds IllegalOperand",
     ),
-    "one-trip-too-many": Fault(
-        "repeat", "scalar_offset=trip", "offset=H * (T - 1), scalar_offset=trip", "", "OutOfBounds"
+    "one-iteration-too-many": Fault(
+        "repeat",
+        "scalar_offset=iteration",
+        "offset=H * (T - 1), scalar_offset=iteration",
+        "",
+        "OutOfBounds",
     ),
     "slice-past-the-tile": Fault(
         "project", "mask_sb[:, 0:8], 1", "mask_sb[:, 0 : N + 8], 1", "", "OutOfBounds slice"
@@ -326,7 +330,7 @@ FAULTS = {
         "nisa.nc_matmul",
         "AccumulateError",
     ),
-    "sum-across-trips": Fault(
+    "sum-across-iterations": Fault(
         "repeat", "accumulate=False", "accumulate=None", "", "AccumulateError"
     ),
     # Two cores.
@@ -415,37 +419,37 @@ FAULTS = {
     "register-compared": Fault(
         "repeat",
         "    turn = 0\n",
-        "    turn = 0\n    if trips == 2:\n        turn = 1\n",
-        "trips == 2",
+        "    turn = 0\n    if iterations == 2:\n        turn = 1\n",
+        "iterations == 2",
         LANGUAGE,
     ),
     "register-in-a-list": Fault(
         "repeat",
         "    turn = 0\n",
-        "    turn = 0\n    if trips in [1, 2]:\n        turn = 1\n",
-        "trips in",
+        "    turn = 0\n    if iterations in [1, 2]:\n        turn = 1\n",
+        "iterations in",
         LANGUAGE,
     ),
     "register-in-an-if": Fault(
         "repeat",
         "    turn = 0\n",
-        "    turn = 0\n    if trips:\n        turn = 1\n",
-        "if trips",
+        "    turn = 0\n    if iterations:\n        turn = 1\n",
+        "if iterations",
         LANGUAGE,
     ),
     "register-bounds-a-range": Fault(
-        "repeat", "nl.dynamic_range(0, trips)", "range(trips)", "", LANGUAGE
+        "repeat", "nl.dynamic_range(0, iterations)", "range(iterations)", "", LANGUAGE
     ),
     "register-is-an-index": Fault(
-        "repeat", "sums[turn], sums[turn]", "sums[trip], sums[trip]", "", LANGUAGE
+        "repeat", "sums[turn], sums[turn]", "sums[iteration], sums[iteration]", "", LANGUAGE
     ),
     "register-in-arithmetic": Fault(
-        "repeat", "scalar_offset=trip", "offset=trip * H", "", LANGUAGE
+        "repeat", "scalar_offset=iteration", "offset=iteration * H", "", LANGUAGE
     ),
     "counter-written": Fault(
         "repeat",
         "nisa.dma_copy(row_sb,",
-        "nisa.register_move(trip, 0)\n        nisa.dma_copy(row_sb,",
+        "nisa.register_move(iteration, 0)\n        nisa.dma_copy(row_sb,",
         "",
         LANGUAGE,
     ),
@@ -473,14 +477,14 @@ FAULTS = {
         "sums[turn]|float(turn)",
         LANGUAGE,
     ),
-    "flag-of-the-first-trip": Fault(
+    "flag-of-the-first-iteration": Fault(
         "repeat",
         "sums[turn], sums[turn], row_sb, nl.add)\n",
         "sums[turn], sums[turn], row_sb, nl.add)\n        if turn == 0:\n            nisa.tensor_copy(sum_sb, row_sb)\n        turn = 1\n",
         "row_sb|dynamic_range",
         LANGUAGE,
     ),
-    "trips-counted-in-python": Fault(
+    "iterations-counted-in-python": Fault(
         "repeat",
         "        nisa.nc_matmul(column_ps",
         "        turn += 1\n        nisa.nc_matmul(column_ps",
@@ -494,14 +498,14 @@ FAULTS = {
         "row_sb|dynamic_range",
         LANGUAGE,
     ),
-    "tile-kept-across-trips": Fault(
+    "tile-kept-across-iterations": Fault(
         "repeat",
         "row_sb, nl.add)\n",
         "row_sb, nl.add)\n        sums[0] = row_sb\n",
         "row_sb|sums[turn]",
         LANGUAGE,
     ),
-    "list-grows-across-trips": Fault(
+    "list-grows-across-iterations": Fault(
         "repeat",
         "row_sb, nl.add)\n",
         "row_sb, nl.add)\n        sums.append(row_sb)\n",
@@ -517,9 +521,9 @@ FAULTS = {
     ),
     "loop-that-never-ends": Fault(
         "repeat",
-        "    for trip in nl.dynamic_range(0, trips):\n",
-        "    trip = nisa.register_alloc(0)\n    while trips:\n",
-        "while trips",
+        "    for iteration in nl.dynamic_range(0, iterations):\n",
+        "    iteration = nisa.register_alloc(0)\n    while iterations:\n",
+        "while iterations",
         LANGUAGE,
     ),
     "loop-left-early": Fault(

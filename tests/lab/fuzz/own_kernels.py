@@ -134,7 +134,9 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
     "decode with biases": lambda rng: decode(
         rng, has_bias=True, options={**GPT_OSS, "mode": "selective"}
     ),
-    "decode in trips": lambda rng: decode(rng, options={"mode": "selective", "weight_buffers": 2}),
+    "decode in iterations": lambda rng: decode(
+        rng, options={"mode": "selective", "weight_buffers": 2}
+    ),
     "decode by halves": lambda rng: decode(
         rng, width=192, options={"mode": "selective", "chunks": 1, "parts": 2}
     ),
@@ -144,7 +146,12 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
 }
 TABLES, STAGES = "prefill/buffers.py", "prefill/stages.py"
 WORK_TILES, APART, LOADS = "prefill/kernel.py", "prefill/exchange.py", "prefill/loads.py"
-LIST, TRIPS, OUT, ENDS = "decode/list.py", "decode/trips.py", "decode/out.py", "decode/ends.py"
+LIST, ITERATIONS, OUT, ENDS = (
+    "decode/list.py",
+    "decode/iterations.py",
+    "decode/out.py",
+    "decode/ends.py",
+)
 MAPPING, INVERSE, COMBINE = "index/kernel.py", "index/slot_inverse.py", "combine/kernel.py"
 E, RACE = "UninitializedRead uninitialized", "RaceError race"
 OPERAND, ADDS = "IllegalOperand", "AccumulateError"
@@ -296,18 +303,18 @@ FAULTS: dict[str, Fault] = {
         "operands.append(clamps.upper + offset)",
         "operands.append(clamps.upper)",
     ),
-    "one-trip-less": Fault(
+    "one-iteration-less": Fault(
         "prefill, dynamic",
         WORK_TILES,
-        "nl.fori_loop(0, trips, two_work_tiles)",
-        "nl.fori_loop(1, trips, two_work_tiles)",
+        "nl.fori_loop(0, iterations, two_work_tiles)",
+        "nl.fori_loop(1, iterations, two_work_tiles)",
         "output",
         "output = nl.ndarray",
     ),
-    "trips-not-loaded": Fault(
+    "iterations-not-loaded": Fault(
         "prefill, dynamic",
         TABLES,
-        "    nisa.dma_copy(dst=b.trips, src=lists.class_trips)\n",
+        "    nisa.dma_copy(dst=b.iterations, src=lists.class_iterations)\n",
         "",
         E,
         "register_load",
@@ -430,30 +437,30 @@ FAULTS: dict[str, Fault] = {
     ),
     "down-weights-not-loaded": Fault(
         "decode",
-        TRIPS,
+        ITERATIONS,
         "            _load_item_out(config, b, x, pipeline, begin + turn - config.parts)",
         "            pass",
         E,
     ),
     "column-of-the-first-entry": Fault(
         "decode",
-        TRIPS,
+        ITERATIONS,
         "column = pipeline.column + entry * pipeline.step",
         "column = pipeline.column",
         E,
         "nisa.",
     ),
     "experts-not-looked-up": Fault(
-        "decode in trips",
-        TRIPS,
+        "decode in iterations",
+        ITERATIONS,
         "        _copy_entries(config, b.experts[0:1, 0:count], routing.list_sb, position, first)",
         "        pass",
         E,
         "nisa.",
     ),
-    "weights-of-a-trip-not-loaded": Fault(
-        "decode in trips",
-        TRIPS,
+    "weights-of-a-iteration-not-loaded": Fault(
+        "decode in iterations",
+        ITERATIONS,
         "            _load_item_in(config, b, x, pipeline, begin + turn)",
         "            pass",
         E,

@@ -46,8 +46,10 @@ def test_every_tile_is_visited_once(
     tiles = LiveTiles(tile, expert, is_short)
     lists = list_work_tiles(tiles, dims, num_tiles=num_tiles, num_experts=num_experts)
     seen, step = [], 0
-    for sizes, trips in zip(loops_of(classes), lists.class_trips_1L[0].tolist(), strict=True):
-        for work_tile in range(step, step + 2 * trips):
+    for sizes, iterations in zip(
+        loops_of(classes), lists.class_iterations_1L[0].tolist(), strict=True
+    ):
+        for work_tile in range(step, step + 2 * iterations):
             size = sizes[(work_tile - step) % 2]
             for lane in range(lanes):
                 places = lists.work_row_tiles_CVG[lane, work_tile]
@@ -58,7 +60,7 @@ def test_every_tile_is_visited_once(
                 assert (places[: len(used)] == used).all()
                 assert (expert[used] == lists.work_expert_CV[lane, work_tile]).all()
                 seen += used.tolist()
-        step += 2 * trips
+        step += 2 * iterations
     assert sorted(seen) == tile.tolist()
     # The kernel reads the plan two work tiles ahead.
     assert step + 2 <= lists.work_expert_CV.shape[1]

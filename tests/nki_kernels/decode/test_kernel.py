@@ -297,20 +297,20 @@ PLANS = {
             "ranks": 2,
             "options": {**SELECTIVE, "shard": "intermediate"},
         },
-        "T20-H128-I64-E15-K2-trips-of-two": {"options": {**SELECTIVE, "weight_buffers": 2}},
-        "T20-H128-I64-E15-K2-trips-of-four-one-core": {
+        "T20-H128-I64-E15-K2-iterations-of-two": {"options": {**SELECTIVE, "weight_buffers": 2}},
+        "T20-H128-I64-E15-K2-iterations-of-four-one-core": {
             "num_cores": 1,
             "options": {**SELECTIVE, "weight_buffers": 4},
         },
-        "T20-H128-I64-E13-K2-trips-of-four-e4m3-channel": {
+        "T20-H128-I64-E13-K2-iterations-of-four-e4m3-channel": {
             "num_cores": 1,
             "options": {**E4M3, "down_scale": "channel", **SELECTIVE, "weight_buffers": 4},
         },
-        "T9-H128-I64-E21-K2-trips-of-four-all": {"options": {**ALL, "weight_buffers": 4}},
-        "T20-H128-I96-E13-K2-trips-whose-chunks-change-buffers": {
+        "T9-H128-I64-E21-K2-iterations-of-four-all": {"options": {**ALL, "weight_buffers": 4}},
+        "T20-H128-I96-E13-K2-iterations-whose-chunks-change-buffers": {
             "options": {**SELECTIVE, "chunks": 3, "weight_buffers": 4}
         },
-        "T20-H384-I384-E13-K2-trips-whose-parts-change-buffers": {
+        "T20-H384-I384-E13-K2-iterations-whose-parts-change-buffers": {
             "options": {**SELECTIVE, "chunks": 1, "parts": 3, "weight_buffers": 4}
         },
         "T20-H256-I256-E11-K2-parts-halves": {
@@ -485,7 +485,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_trips_leave_out_no_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterations_leave_out_no_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_skips(monkeypatch)
     check(ALONE[name])
 

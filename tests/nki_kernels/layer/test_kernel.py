@@ -267,7 +267,7 @@ def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[st
     if arrays.shared is None or config.shared is None:
         return {}
     gate_IH, up_IH, down_HI = arrays.shared
-    names = ("shared_work_expert", "shared_work_row_tiles", "shared_trips")
+    names = ("shared_work_expert", "shared_work_row_tiles", "shared_iterations")
     gate_up = np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None]
     down = np.ascontiguousarray(down_HI.T)[None]
     if config.shared.loop.by_parts:

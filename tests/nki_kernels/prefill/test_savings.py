@@ -24,8 +24,8 @@ def table() -> Table:
 
 
 def run(**options: Any) -> tuple[Prefill, Trace]:
-    """Run experts in trips that load for themselves; check result and precedents."""
-    problem = Prefill(T, H, I, E, K, B, "skewed", options={"trips": "alone", **options})
+    """Run experts in iterations that load for themselves; check result and precedents."""
+    problem = Prefill(T, H, I, E, K, B, "skewed", options={"iterations": "alone", **options})
     with recording() as recorder:
         found = problem.launch()
     assert [one.what for one in table().without(recorder)] == []
@@ -41,10 +41,10 @@ def read_bytes(trace: Trace, core: int | None = None) -> int:
     return sum(each.hbm_read_bytes for each in facts if isinstance(each, DmaFacts))
 
 
-def trips(trace: Trace) -> int:
-    """Return the trips of all dynamic loops of all cores."""
+def iterations(trace: Trace) -> int:
+    """Return the iterations of all dynamic loops of all cores."""
     kinds = [one.facts.kind for one in trace if isinstance(one.facts, ControlFacts)]
-    return kinds.count("loop_trip")
+    return kinds.count("loop_iteration")
 
 
 def test_skipped_tokens_move_no_bytes() -> None:
@@ -60,8 +60,8 @@ def test_skipped_weights_are_read_once_per_expert_and_core() -> None:
     _, loaded = run(**BY_BLOCK)
     blocks = int((problem.slots.reshape(-1, B).max(1) >= 0).sum())
     saved = read_bytes(loaded) - read_bytes(skipped)
-    # A trip does not know what the one before has left; the halves may share an expert.
-    least = blocks - E - 1 - trips(skipped)
+    # An iteration does not know what the one before has left; the halves may share an expert.
+    least = blocks - E - 1 - iterations(skipped)
     assert least > 0
     assert saved >= least * EXPERT_BYTES
 
@@ -71,8 +71,8 @@ def test_a_dynamic_while_ends_with_the_blocks_that_are_there(shard_plan: str) ->
     problem, dynamic = run(shard_plan=shard_plan, loop_plan="dynamic")
     _, static = run(shard_plan=shard_plan, loop_plan="static")
     blocks = int((problem.slots.reshape(-1, B).max(1) >= 0).sum())
-    assert 0 < trips(dynamic) <= 2 * blocks  # of both cores
-    assert trips(static) == 0  # written out, for any routing
+    assert 0 < iterations(dynamic) <= 2 * blocks  # of both cores
+    assert iterations(static) == 0  # written out, for any routing
     assert len(dynamic) < 0.85 * len(static)
 
 

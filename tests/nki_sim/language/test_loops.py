@@ -1,4 +1,4 @@
-"""Dynamic loops and registers of NKI 0.6: trips, nesting, the trace, and what does not compile."""
+"""Dynamic loops and registers of NKI 0.6: iterations, nesting, traces, what does not compile."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ def numbers(kernel: Callable[[], Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "step", "trips"),
+    ("start", "stop", "step", "iterations"),
     [(0, 5, 1, 5), (2, 5, 1, 3), (0, 7, 3, 3), (5, 2, 1, 0), (-3, 2, 1, 5)],
 )
-def test_a_dynamic_range_counts_as_pythons(start: int, stop: int, step: int, trips: int) -> None:
+def test_a_dynamic_range_counts_as_pythons(
+    start: int, stop: int, step: int, iterations: int
+) -> None:
     def kernel() -> Any:
         total, seen = counter(), counter()
         end = isa.register_alloc(stop)
@@ -52,8 +54,8 @@ def test_a_dynamic_range_counts_as_pythons(start: int, stop: int, step: int, tri
             isa.register_store(seen, i)
         return saved(total, seen)
 
-    last = list(range(start, stop, step))[-1] if trips else 0
-    assert numbers(kernel) == [trips, last]
+    last = list(range(start, stop, step))[-1] if iterations else 0
+    assert numbers(kernel) == [iterations, last]
 
 
 def test_loops_nest_and_the_trace_shows_them() -> None:
@@ -67,8 +69,8 @@ def test_loops_nest_and_the_trace_shows_them() -> None:
     run = nki_sim.run(kernel)
     assert run.outputs[0, 0] == 6
     ops = [(record.op, record.loop_depth) for record in run.trace if "loop" in record.op]
-    inner = [("loop_begin", 1), *[("loop_trip", 2)] * 3, ("loop_end", 1)]
-    assert ops == [("loop_begin", 0), *([("loop_trip", 1), *inner] * 2), ("loop_end", 0)]
+    inner = [("loop_begin", 1), *[("loop_iteration", 2)] * 3, ("loop_end", 1)]
+    assert ops == [("loop_begin", 0), *([("loop_iteration", 1), *inner] * 2), ("loop_end", 0)]
     assert {r.loop_depth for r in run.trace if r.op == "tensor_scalar"} == {2}
 
 
@@ -341,7 +343,7 @@ def flip(tiles: list[Any]) -> None:
         slot = 1 - slot
 
 
-def first_trip_flag(tiles: list[Any]) -> None:
+def first_iteration_flag(tiles: list[Any]) -> None:
     first = True
     for _ in nl.dynamic_range(isa.register_alloc(3)):
         if first:
@@ -350,7 +352,7 @@ def first_trip_flag(tiles: list[Any]) -> None:
         bump(tiles[1])
 
 
-def first_trip_end(tiles: list[Any]) -> None:
+def first_iteration_end(tiles: list[Any]) -> None:
     first = True
     for _ in nl.dynamic_range(isa.register_alloc(3)):
         bump(tiles[1])
@@ -370,12 +372,12 @@ def count(tiles: list[Any]) -> None:
 
 
 def late(tiles: list[Any]) -> None:
-    trip = 0
+    iteration = 0
     register = isa.register_alloc(4)
     left = counter(4)
     while register:
-        trip += 1
-        if trip == 3:
+        iteration += 1
+        if iteration == 3:
             bump(tiles[1])
         bump(left, -1)
         isa.register_load(register, left)
@@ -408,16 +410,16 @@ def inner(tiles: list[Any]) -> None:
     ("loop", "name"),
     [
         (flip, "slot"),
-        (first_trip_flag, "first"),
-        (first_trip_end, "first"),
+        (first_iteration_flag, "first"),
+        (first_iteration_end, "first"),
         (count, "calls"),
-        (late, "trip"),
+        (late, "iteration"),
         (swap, "a"),
         (carry, "last"),
         (inner, "slot"),
     ],
 )
-def test_python_state_that_changes_between_trips_is_named(
+def test_python_state_that_changes_between_iterations_is_named(
     loop: Callable[[list[Any]], None], name: str
 ) -> None:
     def kernel() -> Any:
@@ -430,7 +432,7 @@ def test_python_state_that_changes_between_trips_is_named(
     assert "test_loops.py" in str(e.value)
 
 
-def test_what_a_trip_makes_and_forgets_is_no_state() -> None:
+def test_what_an_iteration_makes_and_forgets_is_no_state() -> None:
     def kernel() -> Any:
         total, k = counter(), 7
         tiles = [counter(), counter(), counter()]
@@ -467,11 +469,11 @@ def test_registers_are_not_compared_in_python(use: Callable[[Any], bool]) -> Non
 
 
 @pytest.mark.parametrize("value", [1, 7])
-def test_a_condition_that_no_trip_changes_is_refused(value: int) -> None:
-    trips = [0]
+def test_a_condition_that_no_iteration_changes_is_refused(value: int) -> None:
+    iterations = [0]
 
     def begin() -> None:
-        trips[0] += 1
+        iterations[0] += 1
 
     def kernel() -> None:
         register = isa.register_alloc(value)
@@ -480,20 +482,20 @@ def test_a_condition_that_no_trip_changes_is_refused(value: int) -> None:
 
     with pytest.raises(LanguageError, match=rf"found {value} for 10001 iterations"):
         nki_sim.run(kernel)
-    assert trips == [10_002]
+    assert iterations == [10_002]
 
 
-def test_a_condition_that_trips_change_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_condition_that_iterations_change_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nki_sim.machine.program._STUCK_ITERATIONS", 3)
 
     def kernel() -> Any:
-        left, trips = counter(12), counter()
+        left, iterations = counter(12), counter()
         register = isa.register_alloc(left)
         while register:
             bump(left, -1)
-            bump(trips)
+            bump(iterations)
             isa.register_load(register, left)
-        return saved(trips)
+        return saved(iterations)
 
     assert numbers(kernel) == [12]
 
@@ -509,9 +511,9 @@ def test_a_register_is_not_none() -> None:
 
 BODY = """
 def kernel(slot, count, box, late, read):
-    for trip in nl.dynamic_range(4):
+    for iteration in nl.dynamic_range(4):
         slot = 1 - slot
-        fresh = trip
+        fresh = iteration
         use(fresh, read)
         count += 1
         box.flag = True

@@ -9,7 +9,7 @@ from nki_sim.trace import ControlFacts, SyncFacts
 
 CELLS = 4
 WIDTH = 64  # columns of a cell
-LOOP_STEPS = ("loop_begin", "loop_trip", "loop_trip", "loop_end")
+LOOP_STEPS = ("loop_begin", "loop_iteration", "loop_iteration", "loop_end")
 
 
 class RandomTrace:

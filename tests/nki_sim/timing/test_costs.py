@@ -250,7 +250,7 @@ def test_skipped_rows_cost_half_a_run() -> None:
         (ControlFacts("register_load", SBUF), 200),
         (ControlFacts("register_load", HBM), 1500),
         (ControlFacts("register_store", SBUF), 200),
-        (ControlFacts("loop_trip"), 300),
+        (ControlFacts("loop_iteration"), 300),
         (ControlFacts("loop_end"), 0),
     ],
     ids=lambda value: value.kind if isinstance(value, ControlFacts) else "",

@@ -34,7 +34,7 @@ def test_the_kinds_of_source_partition_the_numbers() -> None:
         ("dma_run_ns", "measured"),
         ("table_load_ns", "measured"),
         ("core_barrier_ns", "assumed"),
-        ("loop_trip_ns", "assumed"),
+        ("loop_iteration_ns", "assumed"),
     ],
 )
 def test_sources_of_known_numbers(number: str, kind: str) -> None:

@@ -318,16 +318,16 @@ def test_meetings_in_different_order_are_reported(make_builder: Make) -> None:
         schedule(one.trace)
 
 
-def test_a_dynamic_loop_costs_every_engine_its_trip(builder: Any) -> None:
+def test_a_dynamic_loop_costs_every_engine_its_iteration(builder: Any) -> None:
     tile = builder.tile(8)
     builder.compute("memset", tile)
     builder.compute("iota", builder.tile(8), engine=GPSIMD)
     for _ in range(3):
-        builder.emit("loop_trip", ALL, ControlFacts("loop_trip"), [], [])
+        builder.emit("loop_iteration", ALL, ControlFacts("loop_iteration"), [], [])
     last = builder.compute("iota", builder.tile(8), engine=GPSIMD)
     timeline = schedule(builder.trace)
     engine_ns = (150 + 8) / 1.2
-    assert start(timeline, last) == pytest.approx(engine_ns + 3 * TRN2.loop_trip_ns)
+    assert start(timeline, last) == pytest.approx(engine_ns + 3 * TRN2.loop_iteration_ns)
 
 
 def test_a_loop_waits_for_its_register(builder: Any) -> None:

@@ -223,11 +223,11 @@ def test_pipelined_exchanges_overlap_their_latencies(make_builder: Make) -> None
 
 
 def loop(make: Make, **model: Any) -> Timeline:
-    """Two trips: a slow instruction of Vector, a quick one of GpSimd, a load nobody needs."""
+    """Two iterations: a slow instruction of Vector, a quick one of GpSimd, a load nobody needs."""
     b = make()
-    for trip in ("loop_begin", "loop_trip", "loop_trip", "loop_end"):
-        b.emit(trip, ALL, ControlFacts(trip), [], [])
-        if trip == "loop_trip":
+    for iteration in ("loop_begin", "loop_iteration", "loop_iteration", "loop_end"):
+        b.emit(iteration, ALL, ControlFacts(iteration), [], [])
+        if iteration == "loop_iteration":
             b.compute("reciprocal", b.tile(512), b.tile(512))
             b.compute("iota", b.tile(8), engine=GPSIMD)
             b.load(b.tile(8192), b.hbm(128, 8192), slice(0, 128), slice(0, 8192))

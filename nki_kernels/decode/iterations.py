@@ -1,10 +1,10 @@
-"""One trip of the loop over list entries: what loads when, and what computes when.
+"""One iteration of the loop over list entries: what loads when, and what computes when.
 
-A trip is some entries (experts) of each core, an item is a part of a chunk of one of them. It loads
-what it uses, and leaves nothing on chip for another one but the sums: public kernels show no loop
-whose transfers are under way from trip to trip.
+An iteration is some entries (experts) of each core, an item is a part of a chunk of one of them. It
+loads what it uses, and leaves nothing on chip for another one but the sums: public kernels show no
+loop whose transfers are under way from iteration to iteration.
 
-1. Look up the experts of the trip, and what tokens take of them.
+1. Look up the experts of the iteration, and what tokens take of them.
 2. Ask for the first items, as many as there are weight buffers: gate and up of an item and the down
    weights that are used after them by turns.
 3. Project an item into I (`_start_item`), then load gate and up of the item that takes its buffer:
@@ -46,16 +46,17 @@ from nki_kernels.decode.stages import (
 
 @dataclass
 class Pipeline(NKIObject):
-    """The items of a trip, in order.
+    """The items of an iteration, in order.
 
     Attributes:
         own: the items of an entry that are this core's, by their number in the expert.
-        begin, end: numbers of the trip's items.
+        begin, end: numbers of the iteration's items.
         is_halved: whether its entry is shared by halves; see `project_half`.
         bias: what this core multiplies the down bias with: where the cores share an expert, one
             adds it, and the other one zeros.
         experts: (1, 1) int32 tiles.
-        weights, inputs: tables with a column per entry: the trip's from `column` on, by `step`.
+        weights, inputs: tables with a column per entry: the iteration's from `column` on, by
+            `step`.
     """
 
     own: list[int]
@@ -70,7 +71,7 @@ class Pipeline(NKIObject):
     step: int
 
 
-def run_trip(
+def run_iteration(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -103,7 +104,7 @@ def run_trip(
 def _load_first(
     config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline
 ) -> None:
-    """Ask for the first items of a trip, in the order of use."""
+    """Ask for the first items of an iteration, in the order of use."""
     begin, count = pipeline.begin, min(pipeline.end - pipeline.begin, config.weight_buffers)
     for turn in range(count + config.parts):
         if turn < count:
@@ -115,12 +116,12 @@ def _load_first(
 def make_pipeline(
     config: DecodeConfig, b: DecodeBuffers, routing: Listed, position: Any, size: int
 ) -> Pipeline:
-    """Return what a trip does, once its experts are looked up.
+    """Return what an iteration does, once its experts are looked up.
 
     Args:
         config, b: sizes, buffers.
         routing: list and weights.
-        position: list position of the trip, an int or a register.
+        position: list position of the iteration, an int or a register.
         size: entries of each core; 0 for one entry whose chunks the cores share.
     """
     own, is_twice = _own_items(config, routing.core, size), False
@@ -164,7 +165,7 @@ def make_pipeline(
 
 
 def _is_shared(config: DecodeConfig, size: int) -> bool:
-    """Whether the cores share the experts of a trip."""
+    """Whether the cores share the experts of an iteration."""
     return config.num_cores > 1 and not (splits_experts(config) and size > 0)
 
 
@@ -220,7 +221,7 @@ def _finish_group(
 
 
 def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
-    """Cut the items of a trip into groups, none of which is of two experts, nor of parts of two."""
+    """Cut the items of an iteration into groups, none of two experts, nor of parts of two."""
     count = len(pipeline.own)
     together = count if config.parts == 1 else min(count, config.parts)
     firsts = []
@@ -244,7 +245,7 @@ def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
 def _load_item_in(
     config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
 ) -> None:
-    """Load gate and up weights of an item, if it is one of the trip."""
+    """Load gate and up weights of an item, if it is one of the iteration."""
     if item < pipeline.end:
         number, count = item - pipeline.begin, len(pipeline.own)
         expert, own = pipeline.experts[number // count], pipeline.own[number % count]
@@ -255,7 +256,7 @@ def _load_item_in(
 def _load_item_out(
     config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
 ) -> None:
-    """Load down weights of an item, if it is one of the trip."""
+    """Load down weights of an item, if it is one of the iteration."""
     if item < pipeline.end:
         number, count = item - pipeline.begin, len(pipeline.own)
         expert, own = pipeline.experts[number // count], pipeline.own[number % count]
