@@ -26,10 +26,11 @@ OWN_SIZES = {
         name: {"num_attention_heads": 2}
         for name in (
             *("dbrx", "olmoe", "qwen2_moe", "granitemoe", "granitemoeshared", "flex_olmo"),
-            *("granitemoehybrid", "lfm2_moe", "kimi_linear"),
+            *("granitemoehybrid", "lfm2_moe"),
         )
     },
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
+    "kimi_linear": {"qk_nope_head_dim": 24},
     "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
     "glm4_moe_lite": {"qk_nope_head_dim": 24},
     "mistral4": {"qk_nope_head_dim": 24},
