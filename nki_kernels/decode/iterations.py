@@ -178,6 +178,12 @@ def _own_items(config: DecodeConfig, core: int, size: int) -> list[int]:
     return run_of_numbers(0, half) if core == 0 else run_of_numbers(half, count)
 
 
+def _place_of(pipeline: Pipeline, item: int) -> tuple[int, int]:
+    """Return the entry of an item among those of the iteration, and its number within the entry."""
+    number, count = item - pipeline.begin, len(pipeline.own)
+    return number // count, number % count
+
+
 def _start_item(
     config: DecodeConfig,
     b: DecodeBuffers,
@@ -189,7 +195,7 @@ def _start_item(
 ) -> None:
     """Do the gate and up projections of an item, then load what may follow."""
     count = len(pipeline.own)
-    entry, own = (item - pipeline.begin) // count, (item - pipeline.begin) % count
+    entry, own = _place_of(pipeline, item)
     part = item % config.parts
     buffer = item % config.weight_buffers
     if own == 0:
@@ -232,7 +238,7 @@ def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
     groups = []
     for number in range(len(firsts) - 1):
         item, end = firsts[number], firsts[number + 1]
-        entry, own = (item - pipeline.begin) // count, (item - pipeline.begin) % count
+        entry, own = _place_of(pipeline, item)
         size, after = end - item, end - 1 + together
         if config.parts == 1 and number + 2 < len(firsts):
             after = firsts[number + 2] - 1
@@ -247,9 +253,9 @@ def _load_item_in(
 ) -> None:
     """Load gate and up weights of an item, if it is one of the iteration."""
     if item < pipeline.end:
-        number, count = item - pipeline.begin, len(pipeline.own)
-        expert, own = pipeline.experts[number // count], pipeline.own[number % count]
-        is_last = number % count % config.parts == min(count, config.parts) - 1
+        entry, number = _place_of(pipeline, item)
+        is_last = number % config.parts == min(len(pipeline.own), config.parts) - 1
+        expert, own = pipeline.experts[entry], pipeline.own[number]
         load_in(config, b, x, expert, item % config.weight_buffers, own, is_last)
 
 
@@ -258,10 +264,9 @@ def _load_item_out(
 ) -> None:
     """Load down weights of an item, if it is one of the iteration."""
     if item < pipeline.end:
-        number, count = item - pipeline.begin, len(pipeline.own)
-        expert, own = pipeline.experts[number // count], pipeline.own[number % count]
-        is_first = number % count == 0
-        load_out(config, b, x, expert, item % config.weight_buffers, own, is_first)
+        entry, number = _place_of(pipeline, item)
+        expert, own = pipeline.experts[entry], pipeline.own[number]
+        load_out(config, b, x, expert, item % config.weight_buffers, own, number == 0)
 
 
 def _copy_entries(

@@ -17,9 +17,9 @@ Outputs, in shared HBM:
     tokens_per_expert     [E]      int32
     slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
 and, where asked, the lists of work tiles for `blockwise_moe` (see work_tiles.py):
-    work_expert_CV       [C, V]   int32  work tiles.WorkTileLists, to which they are equal bit
-    by bit work_row_tiles_CVG      [C, V, G]  int32
-    class_iterations_1L        [1, L]   int32
+    work_expert_CV        [C, V]   int32  work tiles.WorkTileLists, to which all three are equal
+    work_row_tiles_CVG    [C, V, G]  int32  bit by bit
+    class_iterations_1L   [1, L]   int32
 
 On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
 token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over

@@ -79,9 +79,7 @@ class WeightBuffers(NKIObject):
 
 @dataclass
 class Fetched(NKIObject):
-    """A table of all work tiles [rows, V, columns], and what an iteration takes of it, [rows, n,
-    columns].
-    """
+    """A table of all work tiles [rows, V, columns], and an iteration's part, [rows, n, columns]."""
 
     own_sb: nl.NkiTensor
     table_sb: nl.NkiTensor

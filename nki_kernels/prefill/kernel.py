@@ -14,9 +14,9 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     gate_up         [E, H, 2I]   weights   HBM  gate columns first
     down            [E, I, H]    weights   HBM
     slots           [N*B]        int32     HBM  token of each slot, -1 for padding
-    work_expert    [C, V]       int32     HBM  work tiles.WorkTileLists
-    work_row_tiles      [C, V, G]    int32     HBM
-    class_iterations     [1, L]       int32     HBM
+    work_expert     [C, V]       int32     HBM  work tiles.WorkTileLists
+    work_row_tiles  [C, V, G]    int32     HBM
+    class_iterations  [1, L]     int32     HBM
     gate_up_bias    [E, 2I]      float32   HBM  optional
     down_bias       [E, H]       bfloat16  HBM  optional; with scales [E, 3, H] of bias_terms
     gate_up_scale   [E, 2I]      float32   HBM  optional, of output channels

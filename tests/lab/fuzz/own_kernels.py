@@ -458,7 +458,7 @@ FAULTS: dict[str, Fault] = {
         E,
         "nisa.",
     ),
-    "weights-of-a-iteration-not-loaded": Fault(
+    "weights-of-an-iteration-not-loaded": Fault(
         "decode in iterations",
         ITERATIONS,
         "            _load_item_in(config, b, x, pipeline, begin + turn)",
