@@ -209,9 +209,8 @@ class Deployment:
             experts.check_topology(self.instance, self.lnc)
             self.spread.check(config, model)
         except ValueError as error:
-            layouts = list(self._layouts(self.instance, self.lnc))  # none with such cores
-            way_out = self._way_out(iter(layouts)) if layouts else ""
-            raise ValueError(f"{error}{way_out}") from error
+            layouts = self._layouts(self.instance, self.lnc)
+            raise ValueError(f"{error}{self._way_out(layouts)}") from error
 
     def _check_memory(self) -> None:
         memory = self.memory()
@@ -226,8 +225,11 @@ class Deployment:
             )
 
     def _way_out(self, changes: Iterator["_Change"]) -> str:
-        """Name the smallest change that fits, in doublings; the first of equals."""
-        for change in sorted(changes, key=lambda change: change.distance):
+        """Name the smallest change that fits, in doublings; the first of equals; "" of none."""
+        by_distance = sorted(changes, key=lambda change: change.distance)
+        if not by_distance:
+            return ""
+        for change in by_distance:
             if self._holds(change):
                 return f" The nearest that works is {change.text}."
         return (

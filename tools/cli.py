@@ -43,9 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except FileNotFoundError as error:
-        if error.filename is None or error.strerror is None:  # our own sentence
-            return _end(args, error, 2)
-        return _end(args, f"{error.filename}: there is no such file. Correct the path.", 2)
+        missing = f"{error.filename}: there is no such file. Correct the path."
+        return _end(args, error if error.filename is None else missing, 2)  # or our own sentence
     except (ValueError, OSError, ImportError) as error:
         return _end(args, error, 2)
     except MemoryError as error:

@@ -52,10 +52,11 @@ def test_checkpoints_that_recompute_give_the_same(
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dynamic", "trains"),
     [
-        pytest.param(None, True, marks=pytest.mark.long),
+        (None, True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in ((None, False), (True, False), (True, True))

@@ -115,6 +115,8 @@ def raising(error: BaseException) -> Callable[[object, list[str]], int]:
         (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("two\nlines"), 2, "two lines\n"),
         (ModuleNotFoundError("no transformers"), 2, "no transformers"),
+        (FileNotFoundError("model=m: our own sentence"), 2, "model=m: our own sentence"),
+        (FileNotFoundError(2, "No such file", "t.yaml"), 2, "t.yaml: there is no such file."),
         (MemoryError("3 GiB"), 2, "not enough memory: 3 GiB"),
         (CollectiveError("rank 2 is gone", 0, "all_reduce", "model", (2,)), 1, "rank 2 is gone"),
         (RankError("rank 1 of 2: no luck"), 1, "rank 1 of 2: no luck"),

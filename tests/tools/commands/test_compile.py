@@ -23,6 +23,7 @@ from neuron_moe.tools import cli
 from neuron_moe.tools.commands import compile as command
 from neuron_moe.tools.compile import nxdi
 from neuron_moe.tools.compile.request import find_request
+from tests.rows import thinned
 from tests.tools.commands import sdk_stub
 from tests.tools.pages.asks import check_page
 
@@ -312,11 +313,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) for name in NAMES[:1]]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:]],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", thinned(NAMES, len(NAMES), pytest.mark.slow))
 def test_a_published_model_has_a_complete_plan(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
