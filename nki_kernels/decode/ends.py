@@ -219,14 +219,14 @@ def _store_directly(
         src=spread_sb[0:full, skipped:size, 0:count],
         dge_mode=nisa.dge_mode.none,
     )
-    if rest > 0:
-        nisa.dma_copy(
-            dst=ending.output.ap(
-                [[count, 1], [config.H, size - skipped], [1, rest]], offset=offset + full * count
-            ),
-            src=spread_sb[full : full + 1, skipped:size, 0:rest],
-            dge_mode=nisa.dge_mode.none,
-        )
+    if rest > 0:  # token by token: no public kernel stores from SBUF with gaps
+        begin = full * count
+        for token in range(skipped, size):
+            nisa.dma_copy(
+                dst=ending.output[first + token : first + token + 1, begin : begin + rest],
+                src=spread_sb[full : full + 1, token, 0:rest],
+                dge_mode=nisa.dge_mode.none,
+            )
 
 
 def _store_rows(
