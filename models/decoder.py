@@ -161,11 +161,13 @@ class Tokens(NamedTuple):
         places_US: [U, S] int64, counted within each sequence.
         rope: cos and sin at these places, [U, S, d] float32 each.
         real_US: [U, S] bool, False at padding, which goes to no expert; None: all are real.
+        ids_US: [U, S] token ids, for models whose experts are chosen by them; None for others.
     """
 
     places_US: Tensor
     rope: tuple[Tensor, Tensor]
     real_US: Tensor | None = None
+    ids_US: Tensor | None = None
 
 
 # So that the captured graph of a layer can be saved: these are among its inputs.
