@@ -132,7 +132,8 @@ class Compressor(nn.Module):
         column_UWP = all_UXw.shape[1] - view.total_U[:, None, None] + place_UWP
         column_UX1 = column_UWP.clamp(0, all_UXw.shape[1] - 1).flatten(1).unsqueeze(-1)
         found = all_UXw.gather(1, column_UX1.expand(-1, -1, all_UXw.shape[-1]))
-        value_UWPw, gate_UWPw = found.unflatten(1, (-1, rate)).float().chunk(2, dim=-1)
+        rows = *place_UWP.shape, -1
+        value_UWPw, gate_UWPw = found.view(rows).float().chunk(2, dim=-1)
         gate_UWPw = gate_UWPw + self.position_bias
         gate_UWPw = gate_UWPw.masked_fill((place_UWP < 0).unsqueeze(-1), -torch.inf)
         if self.spec.overlaps:
@@ -195,7 +196,8 @@ class Indexer(nn.Module):
         query_USID = turn_end(self.q_b_proj(latent_USR).view(heads), *rope).float()
         weight_USI = self.weights_proj(hidden_USH).float() * self.heads**-0.5
         rows = max(1, MAX_LOGITS // (len(entries_UED) * self.heads * visible_USE.shape[-1]))
-        parts = zip(query_USID.split(rows, 1), weight_USI.split(rows, 1), strict=True)
+        whole = query_USID, weight_USI
+        parts = zip(*(torch.split(each, rows, dim=1) for each in whole), strict=True)
         scores = [self._score(query, weight, entries_UED) for query, weight in parts]
         score_USE = torch.cat(scores, dim=1).masked_fill(~visible_USE, -torch.inf)
         picked_USK = score_USE.topk(self.top_k, dim=-1).indices
@@ -205,4 +207,5 @@ class Indexer(nn.Module):
     def _score(self, query_USID: Tensor, weight_USI: Tensor, entries_UED: Tensor) -> Tensor:
         """Return the scores of entries for each token, [U, S, E]."""
         match_USIE = F.relu(query_USID @ entries_UED.mT.unsqueeze(1)) * self.size**-0.5
-        return (match_USIE * weight_USI.unsqueeze(-1)).sum(dim=2)
+        score_USE: Tensor = (match_USIE * weight_USI.unsqueeze(-1)).sum(dim=2)
+        return score_USE

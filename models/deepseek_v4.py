@@ -1,15 +1,12 @@
-"""DeepSeek-V4: attention to a window and to entries, experts, checkpoint map.
+"""DeepSeek-V4: layers, experts and checkpoint map.
 
-What differs from other decoders: the residual is several streams (`hyper_connections`). One key,
-which is the value too, serves all heads; it and queries are turned at their end, and what is summed
-of the values is turned back. Beside the latest tokens most layers attend to entries pooled of all
-tokens (`compressed_entries`), of overlapping runs of 4, of which an indexer picks some, or of runs
-of 128; they are there from the first complete run on, so no length but the shortest has a plain
-form. Outputs go through a latent for each group of heads. In the first layers a table of token ids
-chooses the experts. Layers that predict further tokens (`mtp.`) are not read.
+What differs from other decoders: the residual is several streams (`hyper_connections`), most layers
+attend to entries pooled of tokens too (`compressed_attention`), and in the first ones a table of
+token ids chooses the experts. All layers have experts, and their gates and inputs are clamped.
+Layers that predict further tokens (`mtp.`) are not read.
 Source: transformers, `models/deepseek_v4/modular_deepseek_v4.py`; deepseek-ai/DeepSeek-V4-Flash.
 
-Letters beside those of `decoder`: R rank of a latent, E entries, G groups of heads, N streams.
+Letters: those of `decoder`; N streams.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,126 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.checkpoint import Rule, Transform, WeightMap, identity, whole_numbers
-from neuron_moe.models.attention import (
-    CacheShape,
-    CacheView,
-    CoreSizes,
-    KVCache,
-    StateShape,
-    attend,
-    need_view,
-)
-from neuron_moe.models.compressed_entries import Compressor, Indexer, PooledView, PoolSpec, turn_end
+from neuron_moe.models.attention import KVCache
+from neuron_moe.models.compressed_attention import CompressedAttention
+from neuron_moe.models.compressed_entries import PooledView
 from neuron_moe.models.decoder import DecoderModel, Tokens
 from neuron_moe.models.deepseek_v4_config import HASH, SLIDING, SPARSE, Config, DeepseekV4Config
 from neuron_moe.models.hyper_connections import HyperConnection, StreamHead
-from neuron_moe.models.layers import build_shared, gated_moe, unit_rms
+from neuron_moe.models.layers import build_shared, gated_moe
 from neuron_moe.models.rope import rope_tables
 from neuron_moe.models.weight_rules import decoder_map, either, expert_rules
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 
 __all__ = ["Config", "Model", "weight_map"]
-
-
-class CompressedAttention(nn.Module):
-    """Attention of a layer; attributes are those of `GroupedAttention`, but there is no core.
-
-    Args:
-        config: sizes.
-        layer: number of the layer.
-        dtype: of the parameters, but of `sinks` and what `Compressor` says.
-
-    Attributes:
-        whole: modules that every rank holds whole, for they make what heads share.
-    """
-
-    whole = ("q_a_proj", "kv_proj", "compressor", "indexer")
-
-    def __init__(self, config: DeepseekV4Config, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config, self.reach, self.scale = config, config.reach, config.head_dim**-0.5
-        size, head_dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
-        latent, inner = config.q_lora_rank, config.o_groups * config.o_lora_rank
-        self.cache_shape: CacheShape = ((1, head_dim),)
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
-
-        self.q_a_proj, self.q_a_norm = linear(size, latent), config.make_norm(latent, dtype)
-        self.q_b_proj = linear(latent, heads * head_dim)
-        self.kv_proj, self.kv_norm = linear(size, head_dim), config.make_norm(head_dim, dtype)
-        self.o_a_proj = linear(heads * head_dim // config.o_groups, inner)
-        self.o_b_proj = linear(inner, size)
-        self.sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
-        kind = config.layer_types[layer]
-        count = config.rotated_of(config.rope) // 2
-        self.columns = slice(count) if kind == SLIDING else slice(count, None)
-        self.compressor = self.indexer = None
-        if kind == SLIDING:
-            return
-        pool = PoolSpec(
-            rate=config.rates[kind],
-            overlaps=kind == SPARSE,
-            rope=config.entry_rope,
-            rotated_size=config.rotated_of(config.entry_rope),
-            eps=config.rms_norm_eps,
-        )
-        self.compressor = Compressor(size, head_dim, pool, dtype)
-        if kind == SPARSE:
-            self.indexer = Indexer(
-                *(size, latent),
-                heads=config.index_n_heads,
-                size=config.index_head_dim,
-                top_k=config.index_topk,
-                spec=pool,
-                dtype=dtype,
-            )
-
-    @property
-    def pools(self) -> list[Compressor]:
-        """What pools entries."""
-        made = self.compressor, self.indexer and self.indexer.compressor
-        return [each for each in made if each is not None]
-
-    @property
-    def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of each sequence beside tokens and entries."""
-        return tuple(pool.latest for pool in self.pools)
-
-    def core_sizes(self, new_tokens: int) -> CoreSizes:
-        """Return what is computed with, however many tokens of a sequence are new."""
-        size = self.config.head_dim
-        return CoreSizes(self.config.num_attention_heads, 1, size, size)
-
-    def forward(
-        self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | PooledView | None
-    ) -> Tensor:
-        """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
-        config, leading = self.config, hidden_USH.shape[:2]
-        view, heads = need_view(view), (*leading, -1, config.head_dim)
-        cos_USd, sin_USd = (table[..., self.columns] for table in tokens.rope)
-        latent_USR = self.q_a_norm(self.q_a_proj(hidden_USH))
-        query_USQD = unit_rms(self.q_b_proj(latent_USR).view(heads), config.rms_norm_eps)
-        query_USQD = turn_end(query_USQD.to(hidden_USH.dtype), cos_USd, sin_USd)
-        key_US1D = turn_end(self.kv_norm(self.kv_proj(hidden_USH)).view(heads), cos_USd, sin_USd)
-        window = view.window if isinstance(view, PooledView) else view
-        (key_U1CD,), mask_USC = window.extend(key_US1D.transpose(1, 2)), window.mask_USC
-        if self.compressor is not None and isinstance(view, PooledView):
-            entries_UED = self.compressor(hidden_USH, view.pool(0))
-            seen_USE = self.compressor.visible(tokens.places_US, view.num_positions)
-            if self.indexer is not None:
-                own = hidden_USH, latent_USR, (cos_USd, sin_USd), seen_USE, view.pool(1)
-                seen_USE = self.indexer(*own)
-            key_U1CD = torch.cat((key_U1CD, entries_UED.unsqueeze(1)), dim=2)
-            mask_USC = torch.cat((mask_USC, seen_USE), dim=2)
-        out = attend(query_USQD, key_U1CD, key_U1CD, mask_USC, self.sinks, self.scale)
-        out_USQD = turn_end(out.view(heads), cos_USd, -sin_USd)
-        made = (config.o_groups, config.o_lora_rank, -1)
-        parts_USGi = out_USQD.view(*leading, config.o_groups, -1)
-        latents = torch.einsum("usgi,gri->usgr", parts_USGi, self.o_a_proj.weight.view(made))
-        out_USH: Tensor = self.o_b_proj(latents.flatten(2))
-        return out_USH
 
 
 class StreamLayer(nn.Module):
@@ -157,7 +47,7 @@ class StreamLayer(nn.Module):
         self.attn_hc, self.ffn_hc = (HyperConnection(config.streams) for _ in range(2))
 
     def forward(
-        self, streams_USNH: Tensor, tokens: Tokens, view: CacheView | PooledView | None = None
+        self, streams_USNH: Tensor, tokens: Tokens, view: PooledView | None = None
     ) -> Tensor:
         """Return the streams after the layer, [U, S, N, H]; arguments as of `DecoderLayer`."""
 
@@ -238,13 +128,13 @@ class Model(DecoderModel):
         self, real_UC: Tensor, places_UC: Tensor, start: int, cache: KVCache | None
     ) -> list[Any]:
         """Return what the new tokens, at positions from `start` on, see in each layer."""
-        views: list[Any] = super().make_views(real_UC, places_UC, start, cache)
-        counts = real_UC[:, :start].sum(dim=1), real_UC.sum(dim=1), real_UC.shape[1]
-        for layer, attention in enumerate(self.attentions):
-            if attention.pools:
-                states = () if cache is None else cache.states[layer]
-                views[layer] = PooledView(views[layer], states, *counts)
-        return views
+        windows: list[Any] = super().make_views(real_UC, places_UC, start, cache)
+        seen_U, total_U = real_UC[:, :start].sum(dim=1), real_UC.sum(dim=1)
+        states = [()] * len(windows) if cache is None else cache.states
+        return [
+            PooledView(window, kept, seen_U, total_U, real_UC.shape[1])
+            for window, kept in zip(windows, states, strict=True)
+        ]
 
 
 # Of a layer's tensors: names as published, and here.
@@ -299,7 +189,7 @@ def weight_map(config: DeepseekV4Config) -> WeightMap:
     ]
     sizes = {"layer": len(layers), "expert": config.n_routed_experts}
     sizes["block"] = max(1, config.prediction_layers)
-    return decoder_map(rules, sizes, _prediction_names(), is_tied=config.tie_word_embeddings)
+    return decoder_map(rules, sizes, _prediction_names(), is_tied=False)
 
 
 def _layer_names(config: DeepseekV4Config, layer: int) -> dict[str, str]:

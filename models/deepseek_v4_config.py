@@ -136,8 +136,9 @@ class DeepseekV4Config(DecoderConfig):
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
         reader = ConfigReader.of_family(config, "deepseek_v4", *OTHER_KEYS)
-        for key, value in (("norm_topk_prob", True), ("mlp_bias", False)):
-            reader.require(key, value)
+        reader.require("norm_topk_prob", True)
+        reader.require("mlp_bias", False)
+        reader.require("tie_word_embeddings", False)
         for key in ("n_shared_experts", "num_key_value_heads", "n_group", "topk_group"):
             reader.require(key, 1)
         reader.require("scoring_func", "sqrtsoftplus")

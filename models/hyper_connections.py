@@ -69,7 +69,7 @@ class StreamWeights(nn.Module):
 
     def __init__(self, spec: StreamSpec, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.spec, self.sizes = spec, sizes
+        self.spec, self.sizes = spec, list(sizes)
         width = spec.num_streams * spec.hidden_size
 
         def zeros(*shape: int) -> nn.Parameter:
@@ -84,8 +84,8 @@ class StreamWeights(nn.Module):
     def weigh(self, streams_USNH: Tensor) -> list[Tensor]:
         """Return the numbers of each kind, [U, S, size] float32."""
         normed = unit_rms(streams_USNH.flatten(-2), self.spec.norm_eps)
-        made = F.linear(normed, self.fn.float()).split(self.sizes, dim=-1)
-        bases = self.base.float().split(self.sizes)
+        made = torch.split(F.linear(normed, self.fn.float()), self.sizes, dim=-1)
+        bases = torch.split(self.base.float(), self.sizes)
         scales = self.scale.float().unbind()
         return [part * scale + base for part, scale, base in zip(made, scales, bases, strict=True)]
 
@@ -116,7 +116,7 @@ class HyperConnection(StreamWeights):
         """
         enter_USN, leave_USN, mix = self.weigh(streams_USNH)
         out_USH = block(self.collapse(enter_USN, streams_USNH))
-        mix_USNN = self._balance(mix.unflatten(-1, (self.spec.num_streams, -1)))
+        mix_USNN = self._balance(mix.view(*mix.shape[:-1], *(self.spec.num_streams,) * 2))
         added_USNH = (2 * leave_USN.sigmoid()).unsqueeze(-1) * out_USH.float().unsqueeze(-2)
         mixed_USNH = mix_USNN.mT @ streams_USNH.float()
         return (added_USNH + mixed_USNH).to(streams_USNH.dtype)
