@@ -86,6 +86,15 @@ class CompressedAttention(nn.Module):
         """What is kept of each sequence beside tokens and entries."""
         return tuple(pool.latest for pool in self.pools)
 
+    def entries(self, context: int) -> tuple[int, int]:
+        """Return how many entries a token attends to after so many, and how many are scored."""
+        if self.compressor is None:
+            return 0, 0
+        there = context // self.compressor.spec.rate
+        if self.indexer is None or there <= self.indexer.top_k:
+            return there, 0
+        return self.indexer.top_k, there
+
     def core_sizes(self, new_tokens: int) -> CoreSizes:
         """Return what is computed with, however many tokens of a sequence are new."""
         size = self.config.head_dim

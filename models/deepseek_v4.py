@@ -69,6 +69,7 @@ class Model(DecoderModel):
     """DeepSeek-V4 for generation."""
 
     config: DeepseekV4Config
+    runs_layers_alone = False
 
     def __init__(self, config: DeepseekV4Config, **options: Any) -> None:
         super().__init__(config, **options)

@@ -7,11 +7,12 @@ What publishers write for a weight `X.weight` of a linear layer, [out, in]:
     X.weight        float8       X.weight_scale     [out, 1] or [1]        Llama 4 Maverick FP8
     X.weight_packed uint8        X.weight_scale     [out, in/32] uint8     compressed-tensors MXFP4
     X.weight        float8       X.scale            [out/128, in/128]      DeepSeek-V4
-    X.weight        int8         X.scale            [out, in/32] e8m0      DeepSeek-V4, experts MXFP4
+    X.weight        int8         X.scale            [out, in/32] e8m0      DeepSeek-V4, MXFP4
 
-Grids are rounded up. Scales are floats, or e8m0, powers of two in a byte. `weight_scale_inv` multiplies too, whatever its name says. Experts in one
-tensor for all, such as `experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The
-dtypes tell which form it is; the form of GPT-OSS has names of its own in the model's map.
+Grids are rounded up. Scales are floats, or e8m0, powers of two in a byte. `weight_scale_inv`
+multiplies too, whatever its name says. Experts in one tensor for all, such as
+`experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The dtypes tell which form it
+is; the form of GPT-OSS has names of its own in the model's map.
 Sources: deepseek-ai/DeepSeek-V3, `README_WEIGHTS.md`; vllm-project/compressed-tensors.
 """
 
