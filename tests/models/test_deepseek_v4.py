@@ -18,6 +18,7 @@ from neuron_moe.models.hyper_connections import HyperConnection, StreamHead, Str
 from neuron_moe.models.loader import load_model
 from neuron_moe.quantize.fp8 import E4M3_OCP, dequantize_fp8, quantize_fp8
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
+from neuron_moe.serving.options import check_servable
 from tests.models.families import FAMILIES, reference_of, write_checkpoint
 
 PROMPTS = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
@@ -136,8 +137,10 @@ def test_streams_are_mixed_as_transformers_mixes_them(count: int) -> None:
 def test_a_server_is_refused(folder: Path) -> None:
     model = load_model(folder)
     assert isinstance(model, DecoderModel)
-    with pytest.raises(ValueError, match="no server's cache has room here"):
+    with pytest.raises(ValueError, match="for which no server has a cache here"):
         model.forward_tokens(IDS[0], torch.arange(40))
+    with pytest.raises(ValueError, match="DeepseekV4Config keeps entries of several tokens"):
+        check_servable(model, 40)
 
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_streams": 2, "iterations": 1, "norm_eps": 1e-6}
