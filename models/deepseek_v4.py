@@ -104,8 +104,8 @@ class Model(DecoderModel):
             ValueError: always.
         """
         raise ValueError(
-            "deepseek_v4: layers keep entries of several tokens beside keys, for which no server has"
-            " a cache here. Generate with `neuron-moe generate`."
+            "deepseek_v4: layers keep entries of several tokens beside keys, for which no server"
+            " has a cache here. Generate with `neuron-moe generate`."
         )
 
     def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[Any]) -> Tensor:
