@@ -41,6 +41,10 @@ class _Stored(Protocol):
     def dtype(self) -> torch.dtype:
         """Of what lies in the file."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the same."""
+
 
 T = TypeVar("T", bound=_Stored)
 
@@ -54,7 +58,9 @@ def pair_scales(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     scales: dict[str, T] = {}
     codes: dict[str, str] = {}
     for name, info in tensors.items():
-        beside = [name.removesuffix("weight") + "scale"] if name.endswith(".weight") else []
+        # Of matrices: files of ranks have `scale` beside all experts, in one tensor.
+        is_matrix = name.endswith(".weight") and len(info.shape) == 2
+        beside = [name.removesuffix("weight") + "scale"] if is_matrix else []
         if info.dtype in FP8_DTYPES:
             weight, names = name, [name + BLOCK_SUFFIX, name + CHANNEL_SUFFIX, *beside]
         elif info.dtype == torch.uint8 and name.endswith(PACKED_SUFFIX):
