@@ -25,6 +25,17 @@ SLIDING, SPARSE, HEAVY = LAYER_TYPES = (
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # of compress_ratios
 HASH, PLAIN = MLP_TYPES = ("hash_moe", "moe")
 ROPES = ("main", "compress")
+USUAL_PART = 64 / 512  # of a head that is rotated
+USUAL = {
+    "head_dim": 512,
+    "sliding_window": 128,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+}
 # What transformers does not read, or what says how weights are stored.
 OTHER_KEYS = (
     *("attention_bias", "expert_dtype", "num_nextn_predict_layers", "router_jitter_noise"),
@@ -144,29 +155,16 @@ class DeepseekV4Config(DecoderConfig):
         reader.require("scoring_func", "sqrtsoftplus")
         reader.require("topk_method", "noaux_tc")
         reader.require("first_k_dense_replace", 0)
-        eps, sizes = (
-            reader.get("rms_norm_eps", float, 1e-6),
-            {
-                "head_dim": 512,
-                "sliding_window": 128,
-                "q_lora_rank": 1024,
-                "o_groups": 8,
-                "o_lora_rank": 1024,
-                "index_n_heads": 64,
-                "index_head_dim": 128,
-                "index_topk": 512,
-            },
-        )
         streams = StreamSpec(
             hidden_size=reader.get("hidden_size", int),
             num_streams=reader.get_size("hc_mult", 4),
             iterations=reader.get_size("hc_sinkhorn_iters", 20),
             eps=reader.get("hc_eps", float, 1e-6),
-            norm_eps=eps,
+            norm_eps=reader.get("rms_norm_eps", float),
         )
         whole = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         kinds, mlp_kinds = _read_kinds(reader)
-        found = {name: reader.get_size(name, usual) for name, usual in sizes.items()}
+        found = {name: reader.get_size(name, usual) for name, usual in USUAL.items()}
         return cls.read(
             reader,
             layer_types=kinds,
@@ -219,29 +217,33 @@ def _read_rates(reader: ConfigReader) -> dict[str, int]:
 
 
 def _read_ropes(reader: ConfigReader, head_dim: int) -> dict[str, RopeConfig]:
-    """Read the two rotary sections, or what both are made of."""
+    """Read the two rotary sections, or the one that scales only entries and what attends to them.
+
+    Raises:
+        ValueError: two spellings that disagree, or a section that is not as it must be.
+    """
     longest = reader.get("max_position_embeddings", int)
-    part = reader.get_optional("partial_rotary_factor", float)
-    rotated = reader.get_optional("qk_rope_head_dim", int)
-    if part is None:
-        part = 64 / 512 if rotated is None else rotated / head_dim
-    thetas = (
-        reader.get("rope_theta", float, 10000.0),
-        reader.get("compress_rope_theta", float, 160000.0),
-    )
-    given = reader.get_section("rope_parameters") or reader.get_section("rope_scaling")
-    reader.ignore("rope_scaling")
-    sections: list[Mapping[str, Any]]
+    rotated = reader.get("qk_rope_head_dim", int, int(head_dim * USUAL_PART))
+    part = reader.get("partial_rotary_factor", float, rotated / head_dim)
+    usual = {"rope_theta": 10000.0, "compress_rope_theta": 160000.0}
+    thetas = [reader.get(key, float, theta) for key, theta in usual.items()]
+    scaling, given = (reader.get_section(key) for key in ("rope_scaling", "rope_parameters"))
+    if scaling and given and scaling != given:
+        raise ValueError(
+            f"rope_scaling={scaling!r}, rope_parameters={given!r}: the two spellings disagree. Keep"
+            " one of them."
+        )
+    given = given or scaling
     if all(isinstance(given.get(name), Mapping) for name in ROPES):
         sections = [given[name] for name in ROPES]
     else:
-        scaling = {key: value for key, value in given.items() if key != "rope_theta"}
-        sections = [{"rope_theta": thetas[0]}, {**scaling, "rope_theta": thetas[1]}]
+        own = [{"rope_theta": theta, "partial_rotary_factor": part} for theta in thetas]
+        sections = [own[0], {**given, **own[1]}]
+        if sections[1].get("rope_type", sections[1].get("type")) == "yarn":
+            sections[1].setdefault("attention_factor", 1.0)  # nothing but frequencies is scaled
     ropes = []
     for name, section in zip(ROPES, sections, strict=True):
-        if section.get("rope_type", section.get("type")) == "yarn":
-            section = {"attention_factor": 1.0, **section}  # as published: nothing is scaled
         values = {"rope_parameters": section, "max_position_embeddings": longest}
         fields = ConfigReader(values, f"rope_parameters.{name}")
-        ropes.append(RopeConfig.from_hf(fields, is_interleaved=True, default_part=part))
+        ropes.append(RopeConfig.from_hf(fields, is_interleaved=True, default_part=1.0))
     return {"rope": ropes[0], "entry_rope": ropes[1]}

@@ -423,6 +423,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"compress_rates": {"heavily_compressed_attention": 0}},
         "heavily_compressed_attention=0: must be",
     ),
+    "v4-ropes": (
+        "deepseek_v4-published-keys",
+        {"rope_parameters": {"rope_type": "default"}},
+        "the two spellings disagree",
+    ),
     "v4-streams": ("deepseek_v4", {"hc_mult": 0}, "hc_mult=0: must be"),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
@@ -458,9 +463,9 @@ def test_kimi_linear_is_read_as_published_and_as_transformers_writes_it() -> Non
 def test_deepseek_v4_is_read_as_published_and_as_transformers_writes_it() -> None:
     kinds = ["sliding_attention", *["compressed_sparse_attention"] * 2]
     ropes = {
-        "main": {"rope_type": "default", "rope_theta": 1e4},
+        "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         "compress": {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0}
-        | {"factor": 4.0, "original_max_position_embeddings": 16},
+        | {"factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25},
     }
     left_out = dict.fromkeys(("compress_ratios", "num_hash_layers", "rope_scaling"))
     written = {**left_out, "layer_types": kinds, "rope_parameters": ropes}
