@@ -209,8 +209,7 @@ def _read_rates(reader: ConfigReader) -> dict[str, int]:
     section = ConfigReader(reader.get_section("compress_rates"), "compress_rates")
     rates = {}
     for ratio, kind, old in ((4, SPARSE, "csa"), (128, HEAVY, "hca")):
-        given = reader.get_optional(f"compress_rate_{old}", int)
-        rates[kind] = section.get_size(kind, ratio) if given is None else given
+        rates[kind] = reader.get(f"compress_rate_{old}", int, section.get_size(kind, ratio))
     section.ignore(SLIDING)
     section.finish()
     return rates
@@ -245,5 +244,5 @@ def _read_ropes(reader: ConfigReader, head_dim: int) -> dict[str, RopeConfig]:
     for name, section in zip(ROPES, sections, strict=True):
         values = {"rope_parameters": section, "max_position_embeddings": longest}
         fields = ConfigReader(values, f"rope_parameters.{name}")
-        ropes.append(RopeConfig.from_hf(fields, is_interleaved=True, default_part=1.0))
+        ropes.append(RopeConfig.from_hf(fields, is_interleaved=True, default_part=part))
     return {"rope": ropes[0], "entry_rope": ropes[1]}
