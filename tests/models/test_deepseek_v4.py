@@ -11,11 +11,18 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
 from neuron_moe.checkpoint import save_checkpoint, unique_parameters
+from neuron_moe.configs import load_config
 from neuron_moe.models.decoder import DecoderModel
-from neuron_moe.models.deepseek_v4 import weight_map
+from neuron_moe.models.deepseek_v4 import Model, weight_map
+from neuron_moe.models.deepseek_v4_config import DeepseekV4Config
 from neuron_moe.models.generation import pad_left
 from neuron_moe.models.hyper_connections import HyperConnection, StreamHead, StreamSpec
 from neuron_moe.models.loader import load_model
+from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.models.sizes import Spread, cache_bytes_per_token
+from neuron_moe.models.whole_model import StepWork, dense_times
+from neuron_moe.parallel.topology import instance
+from neuron_moe.planner.coefficients import Machine
 from neuron_moe.quantize.fp8 import E4M3_OCP, dequantize_fp8, quantize_fp8
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
 from neuron_moe.serving.options import check_servable
@@ -141,6 +148,41 @@ def test_a_server_is_refused(folder: Path) -> None:
         model.forward_tokens(IDS[0], torch.arange(40))
     with pytest.raises(ValueError, match="DeepseekV4Config keeps entries of several tokens"):
         check_servable(model, 40)
+
+
+def test_a_table_of_experts_must_be_whole_numbers(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(_file(folder))
+    name = "model.layers.0.ffn.gate.tid2eid"
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors | {name: tensors[name].int()}, _file(tmp_path))
+    assert torch.equal(logits_of(tmp_path), logits_of(folder))
+    save_file(tensors | {name: tensors[name].float()}, _file(tmp_path))
+    with pytest.raises(ValueError, match=r"tid2eid: dtype torch\.float32 must be int32 or int64"):
+        load_model(tmp_path)
+
+
+def test_entries_count_as_memory_and_time() -> None:
+    values = load_config("deepseek_v4_flash")
+    config = DeepseekV4Config.from_hf(values)
+    with torch.device("meta"):
+        model = Model(config)
+    # A key a layer, and of 21 layers an entry of 512 and one of 128 for 4 tokens, of 20 for 128.
+    assert cache_bytes_per_token(model, Spread(), 2) == 2 * (43 * 512 + 21 * (128 + 32) + 20 * 4)
+    sparse, heavy = (model.layers[layer].self_attn for layer in (2, 3))
+    assert (sparse.entries(1024), sparse.entries(8192)) == ((256, 0), (512, 2048))
+    assert (heavy.entries(8192), model.layers[0].self_attn.entries(8192)) == ((64, 0), (0, 0))
+    machine = Machine.build(instance("trn2.48xlarge"))
+    times = []
+    for context in (1024, 65536):
+        work = StepWork(phase="decode", sequences=4, new_tokens=1, context=context)
+        parts = dense_times(model, config, Spread(tp=4, ep=16), machine, work).parts
+        times.append([part.us for part in parts if part.name == "attention"])
+    assert sum(short < long for short, long in zip(*times, strict=True)) == 2
+
+
+def test_a_plan_is_that_of_a_layer_whose_router_scores() -> None:
+    layer = RankLayer(load_config("deepseek_v4_flash"), "v4", tp=8, ep=8, backend="nki")
+    assert layer.plan("decode", 16).decision.kernel == "nki.decode_layer"
 
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_streams": 2, "iterations": 1, "norm_eps": 1e-6}
