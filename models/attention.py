@@ -112,7 +112,7 @@ class StateView(NamedTuple):
 
 
 View = CacheView | StateView
-ViewT = TypeVar("ViewT", CacheView, StateView)
+ViewT = TypeVar("ViewT")
 
 
 class AttentionFacts(Protocol):

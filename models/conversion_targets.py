@@ -14,7 +14,7 @@ from neuron_moe.checkpoint.encodings import ENCODINGS, Encoding, Plain, StoredSh
 from neuron_moe.checkpoint.lazy import Indices, take
 from neuron_moe.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from neuron_moe.checkpoint.scaled import CHANNEL_SUFFIX
-from neuron_moe.checkpoint.transforms import identity
+from neuron_moe.checkpoint.transforms import identity, whole_numbers
 from neuron_moe.checkpoint.weight_map import Rule
 from neuron_moe.errors import check_choice
 from neuron_moe.parallel.config import ParallelConfig
@@ -128,6 +128,8 @@ class PublishedTarget:
         covered = self.encoding.covers_all and is_linear(name, shape)
         if is_expert_matrix(name, shape) or covered:
             return self.encoding
+        if rule.transform is whole_numbers:
+            return Plain(torch.int64)
         return Plain(torch.float32 if rule.is_exact else torch.bfloat16)
 
     @property

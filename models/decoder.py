@@ -161,11 +161,13 @@ class Tokens(NamedTuple):
         places_US: [U, S] int64, counted within each sequence.
         rope: cos and sin at these places, [U, S, d] float32 each.
         real_US: [U, S] bool, False at padding, which goes to no expert; None: all are real.
+        ids_US: [U, S] token ids, for models whose experts are chosen by them; None for others.
     """
 
     places_US: Tensor
     rope: tuple[Tensor, Tensor]
     real_US: Tensor | None = None
+    ids_US: Tensor | None = None
 
 
 # So that the captured graph of a layer can be saved: these are among its inputs.
@@ -330,7 +332,13 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Token ids in, logits out, keys and values in a cache; a model file fills in the layers."""
+    """Token ids in, logits out, keys and values in a cache; a model file fills in the layers.
+
+    Attributes:
+        runs_layers_alone: a layer needs one residual stream and no token ids.
+    """
+
+    runs_layers_alone: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _MOST_RANKS = 128  # that a message names
 
 
 class RankLayer:
-    """The first MoE layer of a model on one rank of tp x ep, on the meta device.
+    """The first MoE layer whose router scores, on one rank of tp x ep, on the meta device.
 
     Args:
         raw_config: a config.json.
@@ -48,7 +48,9 @@ class RankLayer:
         model_file, config = parse_config(raw_config, name)
         with torch.device("meta"):
             model: nn.Module = model_file.Model(config, dtype=torch.bfloat16, backend=backend)
-        self._layer: MoE = moe_layers(model)[0]
+        layers = moe_layers(model)  # of which a table of token ids may choose in a few
+        scores = (layer for layer in layers if not layer.router.spec.table_size)
+        self._layer: MoE = next(scores, layers[0])
         self._layer.router.linear_router.to(torch.bfloat16)  # as routers are published
         self._tp, self._ep = tp, ep
         self._tuning = tuning or Tuning()

@@ -158,9 +158,7 @@ class DenseRule:
             is_even=is_even,
             recurrent=getattr(config, "linear_attention", None),
         )
-        self._whole = {
-            name for attention in _attentions(model) for name in getattr(attention, "whole", ())
-        }
+        self._whole = {name for part in model.modules() for name in getattr(part, "whole", ())}
 
     def shape(self, module: nn.Module, parameter: Tensor, name: str) -> tuple[int, ...]:
         """Return the shape a rank holds of a parameter.
@@ -176,9 +174,14 @@ class DenseRule:
 
 
 def cache_bytes_per_token(model: nn.Module, spread: Spread, element_size: int) -> int:
-    """Return the bytes that one token adds to the cache on one rank, over all layers."""
+    """Return the bytes that one token adds to the cache on one rank, over all layers.
+
+    Of what is kept of several tokens together, each adds its part.
+    """
     parts = (part for shape in _kept(model) for part in shape)
     values: int = sum(ceil(heads / spread.dense) * size for heads, size in parts)
+    pools = (pool for layer in _attentions(model) for pool in getattr(layer, "pools", ()))
+    values += sum(ceil(pool.size / pool.spec.rate) for pool in pools)
     return values * element_size
 
 

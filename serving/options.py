@@ -146,8 +146,13 @@ def architecture_of(model: DecoderModel) -> str:
     """Return the name of our class in vLLM that serves a model.
 
     Raises:
-        ValueError: its layers keep nothing of each token.
+        ValueError: its layers keep nothing of each token, or what vLLM has no cache for.
     """
+    if not all(hasattr(layer, "core") for layer in model.attentions):
+        raise ValueError(
+            f"layers: {type(model.config).__name__} keeps entries of several tokens beside keys,"
+            " for which vLLM has no cache here. Generate with `neuron-moe generate`."
+        )
     recurrent = [isinstance(layer, Recurrent) for layer in model.attentions]
     if not any(layer.cache_shape for layer in model.attentions):
         raise ValueError(

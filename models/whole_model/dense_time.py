@@ -288,15 +288,22 @@ def _attention(rank: _Rank, attention: Any) -> tuple[float, str, int]:
     chip, tile = machine.instance.chip, COEFFICIENTS["tile_rows"].value
     core = attention.core_sizes(work.new_tokens)
     queries, keys = ceil(core.query_heads / ranks), ceil(core.kv_heads / ranks)
-    seen = _positions_seen(attention.reach, work)
+    attended, scored = attention.entries(work.context) if hasattr(attention, "pools") else (0, 0)
+    seen = _positions_seen(attention.reach, work) + attended
     columns = max(work.new_tokens * ceil(queries / keys), COEFFICIENTS["least_columns"].value)
     deep = ceil(core.key_size / tile) + ceil(core.value_size / tile)
     tiles = work.sequences * keys * ceil(seen / tile) * deep
     logits = work.sequences * queries * work.new_tokens * seen
     kept = sum(ceil(heads / ranks) * size for heads, size in attention.cache_shape)
-    moved = work.sequences * min(work.context, _last_seen(attention.reach, work)) * kept * ROW_BYTES
+    last = min(work.context, _last_seen(attention.reach, work)) + attended
+    cycles, moved = tiles * columns, work.sequences * last * kept * ROW_BYTES
+    if scored:  # by every rank
+        index, rows = attention.indexer, work.sequences * ceil(scored / tile)
+        cycles += rows * ceil(index.size / tile) * work.new_tokens * index.heads
+        logits += work.sequences * index.heads * work.new_tokens * scored
+        moved += work.sequences * scored * index.size * ROW_BYTES
     times = {
-        "tensor engine": tiles * columns / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc,
+        "tensor engine": cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc,
         "scalar engine": logits / chip.partitions / chip.scalar_clock_ghz / machine.lnc,
         "HBM": moved / machine.hbm_bytes_per_ns,
     }

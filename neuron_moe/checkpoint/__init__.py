@@ -29,6 +29,7 @@ from neuron_moe.checkpoint.transforms import (
     scale_along,
     split_rows,
     transpose,
+    whole_numbers,
 )
 from neuron_moe.checkpoint.weight_map import Assignment, Rule, WeightMap
 from neuron_moe.checkpoint.writer import save_checkpoint
@@ -62,4 +63,5 @@ __all__ = [
     "stream_parameters",
     "transpose",
     "unique_parameters",
+    "whole_numbers",
 ]

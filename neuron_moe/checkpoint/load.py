@@ -197,8 +197,10 @@ def match_parameters(
             problems.add("shard", f"{assignment.target}: the shard must lie within {list(shape)}")
         elif held != tuple(wanted.shape):
             problems.add("shape", f"{_describe(assignment, held)} must be {list(wanted.shape)}")
-        if not wanted.dtype.is_floating_point:
-            problems.add("dtype", f"{assignment.target}: {wanted.dtype} must be a float dtype")
+        is_float = assignment.source.dtype.is_floating_point
+        if wanted.dtype.is_floating_point != is_float:
+            kind = "a float dtype" if is_float else "torch.int64"
+            problems.add("dtype", f"{assignment.target}: {wanted.dtype} must be {kind}")
         work.append((assignment, selection, wanted.dtype))
     problems.raise_if_any()
     return work

@@ -6,10 +6,13 @@ What publishers write for a weight `X.weight` of a linear layer, [out, in]:
     X.weight        float8       X.weight_scale_inv [out/128, in/128]      DeepSeek-V3, MiniMax-M2
     X.weight        float8       X.weight_scale     [out, 1] or [1]        Llama 4 Maverick FP8
     X.weight_packed uint8        X.weight_scale     [out, in/32] uint8     compressed-tensors MXFP4
+    X.weight        float8       X.scale            [out/128, in/128]      DeepSeek-V4
+    X.weight        int8         X.scale            [out, in/32] e8m0      DeepSeek-V4, MXFP4
 
-Grids are rounded up. `weight_scale_inv` multiplies too, whatever its name says. Experts in one
-tensor for all, such as `experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The
-dtypes tell which form it is; the form of GPT-OSS has names of its own in the model's map.
+Grids are rounded up. Scales are floats, or e8m0, powers of two in a byte. `weight_scale_inv`
+multiplies too, whatever its name says. Experts in one tensor for all, such as
+`experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The dtypes tell which form it
+is; the form of GPT-OSS has names of its own in the model's map.
 Sources: deepseek-ai/DeepSeek-V3, `README_WEIGHTS.md`; vllm-project/compressed-tensors.
 """
 
@@ -27,6 +30,8 @@ from neuron_moe.quantize.mxfp4 import MXFP4_GROUP_SIZE
 BLOCK = 128  # rows and columns that share a scale, in every checkpoint published in blocks
 BLOCK_SUFFIX, CHANNEL_SUFFIX, PACKED_SUFFIX = "_scale_inv", "_scale", "_packed"
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+_PACKED_DTYPES = (torch.uint8, torch.int8)
 _CODES_OF_A_GROUP = MXFP4_GROUP_SIZE // 2  # bytes
 _LARGEST_SAFE_SCALE = 1e33  # times 57344, the largest code, is finite in float32 and bfloat16
 
@@ -35,6 +40,10 @@ class _Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of what lies in the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the same."""
 
 
 T = TypeVar("T", bound=_Stored)
@@ -49,13 +58,19 @@ def pair_scales(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     scales: dict[str, T] = {}
     codes: dict[str, str] = {}
     for name, info in tensors.items():
+        # Of matrices: files of ranks have `scale` beside all experts, in one tensor.
+        is_matrix = name.endswith(".weight") and len(info.shape) == 2
+        beside = [name.removesuffix("weight") + "scale"] if is_matrix else []
         if info.dtype in FP8_DTYPES:
-            weight, suffixes = name, [BLOCK_SUFFIX, CHANNEL_SUFFIX]
+            weight, names = name, [name + BLOCK_SUFFIX, name + CHANNEL_SUFFIX, *beside]
         elif info.dtype == torch.uint8 and name.endswith(PACKED_SUFFIX):
-            weight, suffixes = name.removesuffix(PACKED_SUFFIX), [CHANNEL_SUFFIX]
+            weight = name.removesuffix(PACKED_SUFFIX)
+            names = [weight + CHANNEL_SUFFIX]
+        elif info.dtype == torch.int8:
+            weight, names = name, beside
         else:
             continue
-        found = next((weight + suffix for suffix in suffixes if weight + suffix in tensors), None)
+        found = next((each for each in names if each in tensors), None)
         if found is not None:
             scales[weight] = tensors[found]
             codes |= {found: "", name: weight}
@@ -70,8 +85,8 @@ def decode(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
     Raises:
         ValueError: the two do not belong together; names both.
     """
-    if codes.dtype == torch.uint8:
-        return mxfp4.apply(_in_groups(codes), scales)
+    if codes.dtype in _PACKED_DTYPES:
+        return mxfp4.apply(_in_groups(_as_bytes(codes)), _as_bytes(scales))
     factors = expand_scales(codes, scales)
 
     def read(selection: Selection) -> Tensor:
@@ -94,10 +109,10 @@ def expand_scales(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
     Raises:
         ValueError: the two do not belong together; names both.
     """
-    if scales.dtype not in FLOAT_DTYPES:
+    if scales.dtype not in _SCALE_DTYPES:
         raise ValueError(
-            f"{scales.name}: dtype {scales.dtype} must be float32, bfloat16 or float16, to scale"
-            f" {codes.name}. Download the checkpoint again."
+            f"{scales.name}: dtype {scales.dtype} must be float32, bfloat16, float16 or e8m0, to"
+            f" scale {codes.name}. Download the checkpoint again."
         )
     steps = _steps(codes, scales)
 
@@ -144,6 +159,17 @@ def _divide(indices: Indices, step: int) -> Indices:
     if step == 1:
         return indices
     return tuple(index // step for index in indices)
+
+
+def _as_bytes(stored: LazyTensor) -> LazyTensor:
+    """Return codes or e8m0 scales as the bytes that they are; other dtypes stay."""
+    if stored.dtype not in (torch.int8, torch.float8_e8m0fnu):
+        return stored
+
+    def read(selection: Selection) -> Tensor:
+        return stored.read(selection).view(torch.uint8)
+
+    return LazyTensor(stored.name, stored.shape, torch.uint8, read)
 
 
 def _in_groups(codes: LazyTensor) -> LazyTensor:

@@ -85,6 +85,35 @@ class Identity(Transform):
         return (tensor,)
 
 
+class WholeNumbers(Transform):
+    """Leave a table of whole numbers as it is, in int64.
+
+    Example:
+        >>> whole_numbers(torch.tensor([[1, 2]], dtype=torch.int32))
+        tensor([[1, 2]])
+    """
+
+    name = "whole_numbers"
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Check the dtype, and widen it."""
+        (source,) = sources
+        if source.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{source.name}: dtype {source.dtype} must be int32 or int64, of a table of whole"
+                " numbers. Download the checkpoint again."
+            )
+
+        def read(selection: Selection) -> Tensor:
+            return source.read(selection).long()
+
+        return LazyTensor(source.name, source.shape, torch.int64, read)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensor."""
+        return (tensor,)
+
+
 class Transpose(Transform):
     """Swap the last two axes.
 
@@ -439,6 +468,7 @@ def chain(*steps: Transform) -> Transform:
 
 
 identity = Identity()
+whole_numbers = WholeNumbers()
 transpose = Transpose()
 deinterleave_gate_up = DeinterleaveGateUp()
 concat_gate_up = ConcatGateUp()

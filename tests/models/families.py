@@ -47,6 +47,7 @@ class Family:
         spellings: keys of COMMON that the family calls otherwise.
         is_saved_alike: transformers writes, and needs, what the map says; not so for LongCat, whose
             identities it gives first matrices, and for Gemma 4, whose scales are folded.
+        is_served: servers keep what its layers keep of tokens.
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class Family:
     variant: str | None = "separate"
     spellings: Mapping[str, str] = field(default_factory=dict)
     is_saved_alike: bool = True
+    is_served: bool = True
 
     def config(self, **sizes: Any) -> dict[str, Any]:
         """Return the keys of a tiny config.json, with other sizes where it has them."""
@@ -813,7 +815,64 @@ FAMILIES |= {
         variant="transformers",
     ),
 }
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 16,  # fewer give scores of zero, which tie
+    "index_head_dim": 8,
+    "index_topk": 4,
+    "sliding_window": 8,
+    "partial_rotary_factor": 0.5,
+    "layer_types": [
+        "compressed_sparse_attention",
+        "sliding_attention",
+        "heavily_compressed_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "swiglu_limit": 1.0,
+}
+FAMILIES |= {
+    # transformers counts padding into the first entries.
+    "deepseek_v4": Family(
+        "deepseek_v4", DEEPSEEK_V4, pads_alike=False, variant="transformers", is_served=False
+    ),
+    "deepseek_v4-published-keys": Family(
+        "deepseek_v4",
+        {
+            **DEEPSEEK_V4,
+            "partial_rotary_factor": LEFT_OUT,
+            "qk_rope_head_dim": 4,
+            "layer_types": LEFT_OUT,
+            "compress_ratios": [0, 4, 4, 0],
+            "compress_rates": LEFT_OUT,
+            "mlp_layer_types": LEFT_OUT,
+            "num_hash_layers": 2,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "original_max_position_embeddings": 16,
+            },
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 2,
+            "hc_eps": 1e-3,
+            "hidden_act": "gelu",
+            "routed_scaling_factor": 2.5,
+        },
+        pads_alike=False,
+        variant="transformers",
+        is_served=False,
+    ),
+}
 LONG = {  # left to the long run
+    "deepseek_v4-published-keys",
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
     *("gemma4_text-values-untied", "kimi_linear-groups"),
 }
@@ -824,17 +883,22 @@ SLOW = {
 
 
 def names(
-    slow: Collection[str] = SLOW, *, is_long: bool = False, is_saved: bool = False
+    slow: Collection[str] = SLOW,
+    *,
+    is_long: bool = False,
+    is_saved: bool = False,
+    is_served: bool = False,
 ) -> list[Any]:
     """Return the names of FAMILIES as parameters of a test.
 
     Some are slow, and those that transformers does not have yet are skipped. Of a test that is long
     for each, variants of a family are left to the long run. Of one that `is_saved`, those that
-    transformers saves otherwise are left out.
+    transformers saves otherwise are left out; of one that `is_served`, those of which servers keep
+    nothing.
     """
     parameters = []
     for name, family in FAMILIES.items():
-        if is_saved and not family.is_saved_alike:
+        if (is_saved and not family.is_saved_alike) or (is_served and not family.is_served):
             continue
         is_known = family.model_type in CONFIG_MAPPING
         reason = f"transformers {transformers.__version__} has no {family.model_type}"
@@ -849,6 +913,7 @@ def names(
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
 BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
+EXACT_OF = {"deepseek_v4": ("sinks", "position_bias", "fn", "base", "scale")}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -865,10 +930,14 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif not parameter.any():  # a router that AFMoE begins with
                 parameter.normal_(0, 0.2)
-        exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(EXACT)}
+        ends = (*EXACT, *EXACT_OF.get(config.model_type, ()))
+        exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(ends)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):
-            if name.endswith(BIASES):
+            if name.endswith("tid2eid"):  # a table of experts, all different
+                order_VE = torch.rand(len(tensor), config.n_routed_experts).argsort(dim=1)
+                tensor.data = order_VE[:, : tensor.shape[1]].clone()
+            elif name.endswith(BIASES):
                 tensor.data = torch.randn(tensor.shape) * 0.2
             elif name.endswith("layer_scalar"):
                 tensor.data.fill_(0.7)

@@ -35,10 +35,11 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
-        "kimi_linear",
+        *("kimi_linear", "deepseek_v4"),
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
+BASES["deepseek_v4"].pop("mlp_layer_types")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = (
     "num_experts_per_tok",
@@ -118,6 +119,7 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "gemma4_text": (*(*ROPES, "no-head-dim", "gelu", "gelu-tanh", "relu"),),
     "laguna": (*ROPES, "no-head-dim"),  # a section for each kind of layer
     "mimo_v2_flash": (*ROPES, "no-head-dim", "one-expert", "one-kv-head", "all-kv-heads"),
+    "deepseek_v4": ("no-head-dim", "one-kv-head"),
 }
 
 

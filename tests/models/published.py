@@ -30,7 +30,8 @@ def as_checkpoint(header: Header, form: str = "bf16", covered: str = "") -> Chec
     for name, shape in header:
         if form == "bf16" or not re.search(covered, name):
             is_code = name.endswith(("_blocks", "_scales"))
-            add(name, shape, torch.uint8 if is_code else torch.bfloat16)
+            plain = torch.int64 if name.endswith("tid2eid") else torch.bfloat16
+            add(name, shape, torch.uint8 if is_code else plain)
             continue
         add(name, shape, torch.float8_e4m3fn)
         rows, columns = shape
@@ -309,6 +310,76 @@ def kimi_k2(config: dict[str, Any]) -> Header:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
         yield name, (config["qk_rope_head_dim"] // 2,)
+
+
+def deepseek_v4(config: dict[str, Any]) -> Header:
+    """deepseek-ai/DeepSeek-V4-Flash in bfloat16."""
+    size, vocab = config["hidden_size"], config["vocab_size"]
+    yield "embed.weight", (vocab, size)
+    yield "norm.weight", (size,)
+    yield "head.weight", (vocab, size)
+    yield from _streams("hc_head_", config["hc_mult"], 1, config)
+    for layer, ratio in enumerate(config["compress_ratios"][: config["num_hidden_layers"]]):
+        is_hash = layer < config["num_hash_layers"]
+        yield from _deepseek_v4_layer(config, f"layers.{layer}.", ratio, is_hash)
+    yield from _deepseek_v4_layer(config, "mtp.0.", 0, False)
+    for name in ("e_proj", "h_proj"):
+        yield f"mtp.0.{name}.weight", (size, size)
+    for name in ("enorm", "hnorm", "norm"):
+        yield f"mtp.0.{name}.weight", (size,)
+    yield from _streams("mtp.0.hc_head_", config["hc_mult"], 1, config)
+
+
+def _deepseek_v4_layer(config: dict[str, Any], block: str, ratio: int, is_hash: bool) -> Header:
+    size, heads, head = (config[n] for n in ("hidden_size", "num_attention_heads", "head_dim"))
+    rank, groups, out_rank = (config[name] for name in ("q_lora_rank", "o_groups", "o_lora_rank"))
+    experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    yield block + "attn_norm.weight", (size,)
+    yield block + "ffn_norm.weight", (size,)
+    for name in ("attn", "ffn"):
+        count = config["hc_mult"]
+        yield from _streams(f"{block}hc_{name}_", (2 + count) * count, 3, config)
+    attention = block + "attn."
+    yield attention + "attn_sink", (heads,)
+    yield attention + "wq_a.weight", (rank, size)
+    yield attention + "q_norm.weight", (rank,)
+    yield attention + "wq_b.weight", (heads * head, rank)
+    yield attention + "wkv.weight", (head, size)
+    yield attention + "kv_norm.weight", (head,)
+    yield attention + "wo_a.weight", (groups * out_rank, heads * head // groups)
+    yield attention + "wo_b.weight", (size, groups * out_rank)
+    if ratio:
+        yield from _pool(attention, ratio, head, size)
+    if ratio == 4:
+        index_heads, index = config["index_n_heads"], config["index_head_dim"]
+        yield attention + "indexer.wq_b.weight", (index_heads * index, rank)
+        yield attention + "indexer.weights_proj.weight", (index_heads, size)
+        yield from _pool(attention + "indexer.", ratio, index, size)
+    yield block + "ffn.gate.weight", (experts, size)
+    if is_hash:
+        yield block + "ffn.gate.tid2eid", (config["vocab_size"], config["num_experts_per_tok"])
+    else:
+        yield block + "ffn.gate.bias", (experts,)
+    yield from _numbered(block + "ffn.", experts, inner, size)
+    yield block + "ffn.shared_experts.w1.weight", (inner, size)
+    yield block + "ffn.shared_experts.w2.weight", (size, inner)
+    yield block + "ffn.shared_experts.w3.weight", (inner, size)
+
+
+def _pool(prefix: str, ratio: int, width: int, size: int) -> Header:
+    """What makes entries of tokens."""
+    wide = 2 * width if ratio == 4 else width
+    yield prefix + "compressor.ape", (ratio, wide)
+    yield prefix + "compressor.wkv.weight", (wide, size)
+    yield prefix + "compressor.wgate.weight", (wide, size)
+    yield prefix + "compressor.norm.weight", (width,)
+
+
+def _streams(prefix: str, width: int, scales: int, config: dict[str, Any]) -> Header:
+    """What weighs residual streams."""
+    yield prefix + "fn", (width, config["hc_mult"] * config["hidden_size"])
+    yield prefix + "base", (width,)
+    yield prefix + "scale", (scales,)
 
 
 def _deepseek_feed_forward(config: dict[str, Any], size: int, layers: int) -> Header:

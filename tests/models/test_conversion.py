@@ -52,7 +52,9 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys()
     for key, tensor in ours.items():
         assert tensor.dtype == theirs[key].dtype, key
-        bits = (torch.uint8, torch.int16, torch.int32)[tensor.element_size() // 2]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            tensor.element_size()
+        ]
         assert torch.equal(tensor.view(bits), theirs[key].view(bits)), key
 
 

@@ -41,6 +41,12 @@ ALL = {"gpt_oss": GPT_OSS, **FAMILIES}
 VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}
 # Of lists with an entry a layer, as many as SIZES says; and a K that divides E, see _leave_no_tie.
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "sliding_attention"],
+        "mlp_layer_types": ["moe", "moe"],
+        "num_experts_per_tok": 2,
+        "index_head_dim": 16,
+    },
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
@@ -63,7 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
-APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash"}
+APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash", "deepseek_v4-published-keys"}
 # What a token's embedding says of its experts, and how loudly routers listen.
 SIGNAL, GAIN = 300.0, 0.5
 

@@ -29,19 +29,20 @@ SIZES = {
     "glm_4_5_air": (106, 12),
     "deepseek_v3": (671, 37),
     "kimi_k2": (1040, 32.6),
+    "deepseek_v4_flash": (284, 13),
     "minimax_m2": (230, 10),
     "ernie_4_5_21b_a3b": (21.8, 3.3),
     "dbrx": (132, 36),
     "qwen3_5_35b_a3b": (35, 3),
     "qwen3_5_397b_a17b": (397, 17),
 }
-HEADLESS = ("glm_4_5", "glm_4_5_air", "minimax_m2")
+HEADLESS = ("glm_4_5", "glm_4_5_air", "minimax_m2", "deepseek_v4_flash")
 NO_EMBEDDING = ("qwen3_5_35b_a3b",)  # but the head
 
 PUBLISHED = (
     *("gpt_oss_20b", "qwen3_30b_a3b", "mixtral_8x7b", "llama4_scout", "llama4_maverick"),
     *("glm_4_5", "glm_4_5_air", "deepseek_v3", "kimi_k2", "minimax_m2"),
-    *("ernie_4_5_21b_a3b", "dbrx", "qwen3_5_35b_a3b"),
+    *("ernie_4_5_21b_a3b", "dbrx", "qwen3_5_35b_a3b", "deepseek_v4_flash"),
 )
 
 
@@ -402,6 +403,32 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}},
         "must name each of num_hidden_layers=3 layers once, from 1",
     ),
+    "v4-kinds": (
+        "deepseek_v4-published-keys",
+        {"compress_ratios": [0, 4, 2]},
+        "compress_ratios: 2 must be one of 0, 4, 128",
+    ),
+    "v4-layers": ("deepseek_v4", {"layer_types": ["sliding_attention"]}, "must name num_hidden_la"),
+    "v4-experts": ("deepseek_v4", {"mlp_layer_types": ["moe", "dense"]}, "each hash_moe or moe"),
+    "v4-scores": ("deepseek_v4", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': must be"),
+    "v4-norm": ("deepseek_v4", {"norm_topk_prob": False}, "norm_topk_prob=False: must be True"),
+    "v4-shared": ("deepseek_v4", {"n_shared_experts": 2}, "n_shared_experts=2: must be 1"),
+    "v4-keys": ("deepseek_v4", {"num_key_value_heads": 2}, "num_key_value_heads=2: must be 1"),
+    "v4-groups": ("deepseek_v4", {"o_groups": 3}, "o_groups=3: must divide num_attention_heads=4"),
+    "v4-index": ("deepseek_v4", {"index_head_dim": 4}, "index_head_dim=4: must not be below the 8"),
+    "v4-limit": ("deepseek_v4", {"swiglu_limit": 0.0}, "swiglu_limit=0.0: must be positive"),
+    "v4-tied": ("deepseek_v4", {"tie_word_embeddings": True}, "tie_word_embeddings=True: must be"),
+    "v4-rate": (
+        "deepseek_v4",
+        {"compress_rates": {"heavily_compressed_attention": 0}},
+        "heavily_compressed_attention=0: must be",
+    ),
+    "v4-ropes": (
+        "deepseek_v4-published-keys",
+        {"rope_parameters": {"rope_type": "default"}},
+        "the two spellings disagree",
+    ),
+    "v4-streams": ("deepseek_v4", {"hc_mult": 0}, "hc_mult=0: must be"),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -431,6 +458,25 @@ def test_kimi_linear_is_read_as_published_and_as_transformers_writes_it() -> Non
     assert read("kimi_linear", left_out | more) == read("kimi_linear", {})
     usual = read("kimi_linear", {"layer_types": None, "num_hidden_layers": 6}).layer_types
     assert [layer for layer, kind in enumerate(usual) if kind == "full_attention"] == [4]
+
+
+def test_deepseek_v4_is_read_as_published_and_as_transformers_writes_it() -> None:
+    kinds = ["sliding_attention", *["compressed_sparse_attention"] * 2]
+    ropes = {
+        "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "compress": {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0}
+        | {"factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25},
+    }
+    left_out = dict.fromkeys(("compress_ratios", "num_hash_layers", "rope_scaling"))
+    written = {**left_out, "layer_types": kinds, "rope_parameters": ropes}
+    written |= {"mlp_layer_types": ["hash_moe", "hash_moe", "moe"], "partial_rotary_factor": 0.25}
+    published = read("deepseek_v4-published-keys", {})
+    assert read("deepseek_v4-published-keys", written) == published
+    assert published.rotated_size == 4
+    usual = dict.fromkeys(("layer_types", "mlp_layer_types")) | {"num_hidden_layers": 5}
+    assert [kind[:5] for kind in read("deepseek_v4", usual).layer_types] == [
+        *("heavi", "heavi", "heavi", "compr", "heavi"),
+    ]
 
 
 def test_the_part_of_a_head_that_minimax_turns_has_two_spellings() -> None:

@@ -27,6 +27,7 @@ REFUSED = {
     ("afmoe", "one-layer"),
     ("laguna", "one-layer"),
     ("mimo_v2_flash", "one-layer"),
+    *(("deepseek_v4", change) for change in ("tied", "all-kv-heads")),
 }
 FEW = {  # a change, and the family that it is tried with in the default run
     "tied": "gpt_oss",

@@ -10,6 +10,7 @@ from torch import Tensor
 from neuron_moe.checkpoint import LazyTensor, open_checkpoint
 from neuron_moe.checkpoint.encodings import ENCODINGS
 from neuron_moe.checkpoint.lazy import runs
+from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAME = "layers.0.mlp.weight"
@@ -58,6 +59,34 @@ def test_every_element_is_its_code_times_its_scale(
             for j in range(0, len(columns), 37):
                 expected = codes[row, columns[j]].float() * scale[where(row, columns[j])].float()
                 assert found[i, j] == expected, (row, columns[j])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float32], ids=str)
+def test_scales_may_stand_where_the_weight_does(tmp_path: Path, dtype: torch.dtype) -> None:
+    codes, scale = codes_of(200, 300), (2.0 ** torch.randint(-9, 9, (2, 3))).to(dtype)
+    tensors = {NAME: codes, "layers.0.mlp.scale": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert list(checkpoint.tensors) == [NAME]
+    spread = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = codes.float() * spread[:200, :300]
+    for rows, columns in PARTS:
+        found = checkpoint.lazy(NAME).read((rows, columns))
+        assert torch.equal(found, expected[list(rows)][:, list(columns)])
+
+
+def test_mxfp4_may_be_int8_with_e8m0_beside(tmp_path: Path) -> None:
+    values = torch.randn(8, 96)
+    blocks, scales = encode_mxfp4(values)
+    packed = {NAME: blocks.flatten(-2).view(torch.int8)}
+    packed |= {"layers.0.mlp.scale": scales.view(torch.float8_e8m0fnu)}
+    save_file(packed, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert list(checkpoint.tensors) == [NAME]
+    expected = decode_mxfp4(blocks, scales)
+    assert torch.equal(checkpoint.read(NAME), expected)
+    found = checkpoint.lazy(NAME).read(((7, 2, 5), range(32, 96)))
+    assert torch.equal(found, expected[[7, 2, 5], 32:])
 
 
 def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ IDS = {
     "databricks/dbrx-instruct": "dbrx",
     "deepseek-ai/DeepSeek-V3-0324": "deepseek_v3",
     "deepseek-ai/DeepSeek-R1": "deepseek_v3",
+    "deepseek-ai/DeepSeek-V4-Flash": "deepseek_v4_flash",
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8": "llama4_maverick",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4_scout",
     "MiniMaxAI/MiniMax-M2": "minimax_m2",

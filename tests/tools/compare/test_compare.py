@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from neuron_moe.models.layerwise import LayerwiseModel
-from neuron_moe.models.loader import load_model
+from neuron_moe.models.loader import find_model_file, load_model
 from neuron_moe.tools.cli import main
 from neuron_moe.tools.compare.transformers_model import TransformersModel
 from tests.models.families import FAMILIES, names, reference_of, write_checkpoint
@@ -111,7 +111,14 @@ def test_the_table_names_the_layer(
     assert line.startswith("3 ")
 
 
-@pytest.mark.parametrize("name", names(slow=FAMILIES.keys() - {"qwen3_moe", "dbrx"}))
+ALONE = [
+    each
+    for each in names(slow=FAMILIES.keys() - {"qwen3_moe", "dbrx"})
+    if find_model_file(FAMILIES[each.values[0]].model_type).Model.runs_layers_alone
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
 @torch.inference_mode()
 def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> None:
     write_checkpoint(FAMILIES[name].config(), tmp_path, seed=1)
@@ -122,6 +129,12 @@ def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> Non
         for index in range(model.num_layers):
             hidden = model.run_layer(index, hidden).hidden_USH
         torch.testing.assert_close(model.compute_logits(hidden), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_none_can_run_alone_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(FAMILIES["deepseek_v4"].config(), tmp_path, seed=1)
+    with pytest.raises(ValueError, match="model_type='deepseek_v4' take several"):
+        LayerwiseModel(tmp_path, torch.float32)
 
 
 @torch.inference_mode()
