@@ -813,6 +813,37 @@ FAMILIES |= {
         variant="transformers",
     ),
 }
+HY4: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 512,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "swiglu_limit": 0.5,
+    "pad_token_id": None,
+}
+FAMILIES |= {
+    "hy_v4": Family("hy_v4", HY4, variant="transformers"),
+    "hy_v4-biases": Family(
+        "hy_v4",
+        {
+            **HY4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "rope_parameters": DEEPSEEK_YARN,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "hc_mult": 3,
+            "hc_magnitude": 1.5,
+            "hc_eps": 0.01,
+        },
+        variant="transformers",
+    ),
+}
 LONG = {  # left to the long run
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
     *("gemma4_text-values-untied", "kimi_linear-groups"),
@@ -849,6 +880,12 @@ def names(
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
 BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
+EXACT_OF = {  # a family
+    "hy_v4": (
+        *("sinks", "lm_head.weight", "_hc.fn", "_hc.base", "_hc.scale"),
+        *("hc_head.hc_fn", "hc_head.hc_base", "hc_head.hc_scale"),
+    ),
+}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -865,7 +902,8 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif not parameter.any():  # a router that AFMoE begins with
                 parameter.normal_(0, 0.2)
-        exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(EXACT)}
+        ends = (*EXACT, *EXACT_OF.get(values["model_type"], ()))
+        exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(ends)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):
             if name.endswith(BIASES):

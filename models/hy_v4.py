@@ -1,0 +1,278 @@
+"""Hy4: configuration, hyper-connections, attention, experts and checkpoint map.
+
+What differs from other decoders: a layer reads a weighted sum of several residual streams and adds
+its results to each of them with a weight (independent hyper-connections); both weights are made of
+the streams. Attention is DeepSeek-V3.2's with sinks and a gate on what heads attend to, up to
+`index_topk` tokens, where the indexer chooses all; routed experts are clamped, shared and dense
+MLPs are not. Sinks, hyper-connections and the head are float32, as transformers keeps them.
+Layers that predict further tokens (`model.mtp_layers`) are not read.
+Source: transformers, `models/hy_v4/modular_hy_v4.py`; tencent/Hy4-preview.
+
+Letters beside those of `decoder`: n residual streams.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.errors import check_positive_int
+from neuron_moe.models.attention import View
+from neuron_moe.models.biased_routing import BiasedRoutingModel
+from neuron_moe.models.decoder import Tokens
+from neuron_moe.models.deepseek_v3 import LatentAttention, latent_names, read_rotated
+from neuron_moe.models.deepseek_v32 import INDEXER, OTHER_KEYS, DeepseekV32Config
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.weight_rules import (
+    decoder_map,
+    decoder_rules,
+    either,
+    fused_expert_rules,
+    mlp_rules,
+    split_layers,
+)
+from neuron_moe.moe import MoE
+from neuron_moe.spec import ExpertFormula, limits
+
+HYPER = {  # what hyper-connections of attention, feed-forward part and head are called, up to names
+    "published": (
+        "layers.{layer}.hc_attn_layer.hc_pre.hc_",
+        "layers.{layer}.hc_mlp_layer.hc_pre.hc_",
+        "hc_head.hc_head_",
+    ),
+    "transformers": (  # as it saves them
+        "layers.{layer}.hc_pre.hc_attn_layer.hc_",
+        "layers.{layer}.hc_pre.hc_mlp_layer.hc_",
+        "hc_pre.hc_head.hc_head_",
+    ),
+}
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"), 1),
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HYV4Config(DeepseekV32Config):
+    """Facts of one Hy4 checkpoint; names are those of its config.json.
+
+    Attributes:
+        hc_mult: residual streams.
+        hc_magnitude: of what is added to them.
+        hc_eps: added to each weight of a stream.
+        swiglu_limit: clamps gate and up projections of routed experts.
+    """
+
+    hc_mult: int
+    hc_magnitude: float
+    hc_eps: float
+    swiglu_limit: float
+
+    def __post_init__(self) -> None:
+        DeepseekV32Config.__post_init__(self)
+        if self.swiglu_limit <= 0:
+            raise ValueError(
+                f"swiglu_limit={self.swiglu_limit}: must be positive. Correct config.json."
+            )
+
+    @property
+    def routed_formula(self) -> ExpertFormula:
+        """What a routed expert computes, whatever hidden_act is."""
+        most = self.swiglu_limit
+        formula = ExpertFormula("silu")
+        return replace(formula, gate_limits=limits(None, most), up_limits=limits(-most, most))
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "HYV4Config":
+        """Read config.json as published with the model, or as transformers 5.x writes it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        # Every head has a key and a value; head_dim is not what its name says.
+        given = {**config, "num_key_value_heads": config.get("num_attention_heads")}
+        given.pop("head_dim", None)
+        reader = ConfigReader.of_family(given, "hy_v4", *OTHER_KEYS, "learnable_sink_init")
+        reader.require("first_k_dense_replace", 1)
+        longest, reach = reader.get("max_position_embeddings", int), reader.get("index_topk", int)
+        return cls.read_latent(
+            reader,
+            defaults=DEFAULTS,
+            rope=read_rotated(reader, False),
+            max_position_embeddings=min(longest, check_positive_int("index_topk", reach)),
+            n_routed_experts=reader.get_renamed("n_routed_experts", "num_local_experts", int),
+            hc_mult=reader.get("hc_mult", int, 4),
+            hc_magnitude=reader.get("hc_magnitude", float, 2.0),
+            hc_eps=reader.get("hc_eps", float, 1e-6),
+            swiglu_limit=reader.get("swiglu_limit", float, 10.0),
+        )
+
+
+Config = HYV4Config
+
+
+class StreamWeights(nn.Module):
+    """Weights of the residual streams: sigmoids of the streams' own projection, in float32.
+
+    Args:
+        config: sizes.
+        uses: how many weights a stream gets.
+
+    Attributes:
+        fn: [uses * n, n * H].
+        base: [uses * n].
+        scale: [uses].
+    """
+
+    def __init__(self, config: HYV4Config, uses: int) -> None:
+        super().__init__()
+        self.eps, self.norm_eps, n = config.hc_eps, config.rms_norm_eps, config.hc_mult
+        size = n * config.hidden_size
+        self.fn = nn.Parameter(torch.zeros(uses * n, size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.zeros(uses * n, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(uses, dtype=torch.float32))
+
+    def forward(self, hidden_USnH: Tensor) -> list[Tensor]:
+        """Return the weights of each use, [U, S, n, 1] float32, without epsilon."""
+        flat = hidden_USnH.flatten(2).float()
+        root = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
+        mixes = (F.linear(flat, self.fn) * root).unflatten(-1, (len(self.scale), -1))
+        weights = (mixes * self.scale[:, None] + self.base.view(mixes.shape[-2:])).sigmoid()
+        return [each.unsqueeze(-1) for each in weights.unbind(-2)]
+
+    def gather(self, weights_USn1: Tensor, hidden_USnH: Tensor) -> Tensor:
+        """Return the sum of the streams [U, S, H], each by its weight and epsilon."""
+        summed_USH = ((weights_USn1 + self.eps) * hidden_USnH).sum(dim=2)
+        return summed_USH.to(hidden_USnH.dtype)
+
+
+class HyperLayer(nn.Module):
+    """Attention and feed-forward part, each between a sum of the streams and a step of all."""
+
+    def __init__(
+        self,
+        config: HYV4Config,
+        dtype: torch.dtype,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.magnitude = config.hc_magnitude
+        self.attn_hc, self.ffn_hc = StreamWeights(config, 2), StreamWeights(config, 2)
+        self.input_layernorm, self.post_attention_layernorm = (
+            config.make_norm(config.hidden_size, dtype) for _ in range(2)
+        )
+        self.self_attn = attention
+        self.is_sparse = isinstance(feed_forward, MoE)
+        self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
+
+    def forward(self, hidden_USnH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
+        """Return the streams after the layer `[U, S, n, H]`; arguments as of `DecoderLayer`."""
+        before_USn1, after_USn1 = self.attn_hc(hidden_USnH)
+        inner_USH = self.input_layernorm(self.attn_hc.gather(before_USn1, hidden_USnH))
+        out_USH = self.self_attn(inner_USH, tokens, view)
+        hidden_USnH = self._add(self.attn_hc, after_USn1, out_USH, hidden_USnH)
+        before_USn1, after_USn1 = self.ffn_hc(hidden_USnH)
+        inner_USH = self.post_attention_layernorm(self.ffn_hc.gather(before_USn1, hidden_USnH))
+        if self.is_sparse:
+            out_USH = self.moe(inner_USH, padding_mask=tokens.real_US)[0]
+        else:
+            out_USH = self.mlp(inner_USH)
+        return self._add(self.ffn_hc, after_USn1, out_USH, hidden_USnH)
+
+    def _add(
+        self, part: StreamWeights, weights_USn1: Tensor, out_USH: Tensor, hidden_USnH: Tensor
+    ) -> Tensor:
+        """Return the streams after a part's result was added to each, [U, S, n, H]."""
+        weights_USn1 = self.magnitude * weights_USn1 + part.eps
+        summed = hidden_USnH.float() + weights_USn1 * out_USH.float().unsqueeze(2)
+        return summed.to(hidden_USnH.dtype)
+
+
+class Model(BiasedRoutingModel):
+    """Hy4 for generation."""
+
+    config: HYV4Config
+
+    def __init__(self, config: HYV4Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.head_hc = StreamWeights(config, 1)
+        if not config.tie_word_embeddings:
+            self.lm_head.float()
+
+    def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> HyperLayer:
+        """Return a layer between streams."""
+        feed_forward = self.build_feed_forward(layer, dtype, backend)
+        return HyperLayer(self.config, dtype, self.build_attention(layer, dtype), feed_forward)
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> LatentAttention:
+        """Return latent attention with sinks and a gate."""
+        return LatentAttention(self.config, dtype, has_sinks=True, is_gated=True)
+
+    def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[View | None]) -> Tensor:
+        """Return the sum of the streams after the last layer, [U, S, H]."""
+        embedded_US1H = self.embed(input_ids_US).unsqueeze(2)
+        hidden_USnH = embedded_US1H.expand(-1, -1, self.config.hc_mult, -1)
+        for layer, view in zip(self.layers, views, strict=True):
+            hidden_USnH = layer(hidden_USnH, tokens, view)
+        (weights_USn1,) = self.head_hc(hidden_USnH)
+        return self.head_hc.gather(weights_USn1, hidden_USnH)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[.., V]` of the last hidden states `[.., H]`."""
+        logits: Tensor = self.lm_head(self.norm(hidden).to(self.lm_head.weight.dtype))
+        return logits
+
+
+def weight_map(config: HYV4Config) -> WeightMap:
+    """Map the published tensor names to ours, and those that transformers 5.23 saves."""
+    rules = decoder_rules(latent_names(config))
+    rules = [replace(rule, is_exact=rule.target == "lm_head.weight") for rule in rules]
+    theirs, ours = "model.layers.{layer}.self_attn.", "layers.{layer}.self_attn."
+    rules += [
+        Rule(theirs + "linear_gate.weight", ours + "q_gate_proj.weight"),
+        Rule(theirs + "learnable_sink_param", ours + "sinks", is_exact=True),
+    ]
+    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
+    for layer in sparse:
+        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+        bias = "gate.e_score_correction_bias", "router.e_score_correction_bias"
+        rules += [
+            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+            Rule(mlp + bias[0], moe + bias[1], is_exact=True),
+            *fused_expert_rules(mlp + "experts", moe + "expert_mlps.mlp_op", transpose),
+        ]
+    mlps = [(f"{layer}.mlp", f"{layer}.mlp") for layer in dense]
+    mlps += [(f"{layer}.mlp.shared_experts", f"{layer}.moe.shared_experts") for layer in sparse]
+    gates, others = [], []
+    for theirs, ours in mlps:
+        gate, *rest = mlp_rules(f"model.layers.{theirs}", f"layers.{ours}")
+        gates, others = [*gates, gate], [*others, *rest]
+    rules += others
+    rules += either(**{form: [*_hyper_rules(form), *_gate_rules(form, gates)] for form in HYPER})
+    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
+    ignored = [f"model.layers.{{layer}}.{name}" for name in INDEXER]
+    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+
+
+def _hyper_rules(form: str) -> list[Rule]:
+    """Return the rules of hyper-connections, as a storage form calls them."""
+    own = "layers.{layer}.attn_hc.", "layers.{layer}.ffn_hc.", "head_hc."
+    return [
+        Rule(f"model.{theirs}{name}", ours + name, is_exact=True)
+        for theirs, ours in zip(HYPER[form], own, strict=True)
+        for name in ("fn", "base", "scale")
+    ]
+
+
+def _gate_rules(form: str, gates: Sequence[Rule]) -> list[Rule]:
+    """Return the rules of the MLPs' gates, which transformers saves as it does attention's."""
+    if form == "published":
+        return [*gates]
+    names = [gate.patterns[0].replace("gate_proj", "linear_gate") for gate in gates]
+    return [replace(gate, sources=name) for gate, name in zip(gates, names, strict=True)]
