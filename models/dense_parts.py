@@ -6,7 +6,7 @@
 | keys and values | by key/value heads, repeated where there are more ranks than heads |
 | recurrent layers | by value heads, with their key heads, repeated as above |
 | embedding, vocabulary projection, dense MLPs, shared experts | evenly |
-| norms, routers, biases added to a sum over ranks, latents that all heads share, hyper-connections | not |
+| norms, hyper-connections, routers, biases added to a sum, latents that all heads share | not |
 
 Outputs (`OUTPUTS`) are cut by columns, the rest by rows. Heads and rows that do not divide are
 filled up; what fills is zero and changes nothing.

@@ -7,8 +7,6 @@ the streams. Attention is DeepSeek-V3.2's with sinks and a gate on what heads at
 MLPs are not. Sinks, hyper-connections and the head are float32, as transformers keeps them.
 Layers that predict further tokens (`model.mtp_layers`) are not read.
 Source: transformers, `models/hy_v4/modular_hy_v4.py`; tencent/Hy4-preview.
-
-Letters beside those of `decoder`: n residual streams.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.errors import check_positive_int
@@ -27,6 +24,7 @@ from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.deepseek_v3 import LatentAttention, latent_names, read_rotated
 from neuron_moe.models.deepseek_v32 import INDEXER, OTHER_KEYS, DeepseekV32Config
 from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.hyper_layer import HyperLayer, StreamSizes, StreamWeights
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
@@ -35,7 +33,6 @@ from neuron_moe.models.weight_rules import (
     mlp_rules,
     split_layers,
 )
-from neuron_moe.moe import MoE
 from neuron_moe.spec import ExpertFormula, limits
 
 HYPER = {  # what hyper-connections of attention, feed-forward part and head are called, up to names
@@ -81,6 +78,13 @@ class HYV4Config(DeepseekV32Config):
             )
 
     @property
+    def streams(self) -> StreamSizes:
+        """Facts of the residual streams."""
+        return StreamSizes(
+            self.hc_mult, self.hidden_size, self.hc_magnitude, self.hc_eps, self.rms_norm_eps
+        )
+
+    @property
     def routed_formula(self) -> ExpertFormula:
         """What a routed expert computes, whatever hidden_act is."""
         most = self.swiglu_limit
@@ -116,84 +120,6 @@ class HYV4Config(DeepseekV32Config):
 Config = HYV4Config
 
 
-class StreamWeights(nn.Module):
-    """Weights of the residual streams: sigmoids of the streams' own projection, in float32.
-
-    Args:
-        config: sizes.
-        uses: how many weights a stream gets.
-
-    Attributes:
-        fn: [uses * n, n * H].
-        base: [uses * n].
-        scale: [uses].
-    """
-
-    def __init__(self, config: HYV4Config, uses: int) -> None:
-        super().__init__()
-        self.eps, self.norm_eps, n = config.hc_eps, config.rms_norm_eps, config.hc_mult
-        size = n * config.hidden_size
-        self.fn = nn.Parameter(torch.zeros(uses * n, size, dtype=torch.float32))
-        self.base = nn.Parameter(torch.zeros(uses * n, dtype=torch.float32))
-        self.scale = nn.Parameter(torch.ones(uses, dtype=torch.float32))
-
-    def forward(self, hidden_USnH: Tensor) -> list[Tensor]:
-        """Return the weights of each use, [U, S, n, 1] float32, without epsilon."""
-        flat = hidden_USnH.flatten(2).float()
-        root = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
-        mixes = (F.linear(flat, self.fn) * root).unflatten(-1, (len(self.scale), -1))
-        weights = (mixes * self.scale[:, None] + self.base.view(mixes.shape[-2:])).sigmoid()
-        return [each.unsqueeze(-1) for each in weights.unbind(-2)]
-
-    def gather(self, weights_USn1: Tensor, hidden_USnH: Tensor) -> Tensor:
-        """Return the sum of the streams [U, S, H], each by its weight and epsilon."""
-        summed_USH = ((weights_USn1 + self.eps) * hidden_USnH).sum(dim=2)
-        return summed_USH.to(hidden_USnH.dtype)
-
-
-class HyperLayer(nn.Module):
-    """Attention and feed-forward part, each between a sum of the streams and a step of all."""
-
-    def __init__(
-        self,
-        config: HYV4Config,
-        dtype: torch.dtype,
-        attention: nn.Module,
-        feed_forward: nn.Module,
-    ) -> None:
-        super().__init__()
-        self.magnitude = config.hc_magnitude
-        self.attn_hc, self.ffn_hc = StreamWeights(config, 2), StreamWeights(config, 2)
-        self.input_layernorm, self.post_attention_layernorm = (
-            config.make_norm(config.hidden_size, dtype) for _ in range(2)
-        )
-        self.self_attn = attention
-        self.is_sparse = isinstance(feed_forward, MoE)
-        self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
-
-    def forward(self, hidden_USnH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
-        """Return the streams after the layer `[U, S, n, H]`; arguments as of `DecoderLayer`."""
-        before_USn1, after_USn1 = self.attn_hc(hidden_USnH)
-        inner_USH = self.input_layernorm(self.attn_hc.gather(before_USn1, hidden_USnH))
-        out_USH = self.self_attn(inner_USH, tokens, view)
-        hidden_USnH = self._add(self.attn_hc, after_USn1, out_USH, hidden_USnH)
-        before_USn1, after_USn1 = self.ffn_hc(hidden_USnH)
-        inner_USH = self.post_attention_layernorm(self.ffn_hc.gather(before_USn1, hidden_USnH))
-        if self.is_sparse:
-            out_USH = self.moe(inner_USH, padding_mask=tokens.real_US)[0]
-        else:
-            out_USH = self.mlp(inner_USH)
-        return self._add(self.ffn_hc, after_USn1, out_USH, hidden_USnH)
-
-    def _add(
-        self, part: StreamWeights, weights_USn1: Tensor, out_USH: Tensor, hidden_USnH: Tensor
-    ) -> Tensor:
-        """Return the streams after a part's result was added to each, [U, S, n, H]."""
-        weights_USn1 = self.magnitude * weights_USn1 + part.eps
-        summed = hidden_USnH.float() + weights_USn1 * out_USH.float().unsqueeze(2)
-        return summed.to(hidden_USnH.dtype)
-
-
 class Model(BiasedRoutingModel):
     """Hy4 for generation."""
 
@@ -201,14 +127,15 @@ class Model(BiasedRoutingModel):
 
     def __init__(self, config: HYV4Config, **options: Any) -> None:
         super().__init__(config, **options)
-        self.head_hc = StreamWeights(config, 1)
+        self.head_hc = StreamWeights(config.streams, 1)
         if not config.tie_word_embeddings:
             self.lm_head.float()
 
     def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> HyperLayer:
         """Return a layer between streams."""
+        config, attention = self.config, self.build_attention(layer, dtype)
         feed_forward = self.build_feed_forward(layer, dtype, backend)
-        return HyperLayer(self.config, dtype, self.build_attention(layer, dtype), feed_forward)
+        return HyperLayer(config, config.streams, dtype, attention, feed_forward)
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> LatentAttention:
         """Return latent attention with sinks and a gate."""
@@ -221,7 +148,7 @@ class Model(BiasedRoutingModel):
         for layer, view in zip(self.layers, views, strict=True):
             hidden_USnH = layer(hidden_USnH, tokens, view)
         (weights_USn1,) = self.head_hc(hidden_USnH)
-        return self.head_hc.gather(weights_USn1, hidden_USnH)
+        return self.head_hc.collect(weights_USn1, hidden_USnH)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""

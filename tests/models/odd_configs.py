@@ -35,7 +35,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
-        "kimi_linear",
+        *("kimi_linear", "hy_v4"),
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
@@ -88,7 +88,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear")
+LATENT = (
+    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear"),
+    "hy_v4",
+)
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 OLMO = ("olmoe", "flex_olmo")
 NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe", "lfm2_moe")
