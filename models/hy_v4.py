@@ -19,7 +19,7 @@ from torch import Tensor
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import View
-from neuron_moe.models.biased_routing import BiasedRoutingModel
+from neuron_moe.models.biased_routing import BiasedRoutingModel, prediction_blocks
 from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.deepseek_v3 import LatentAttention, latent_names, read_rotated
 from neuron_moe.models.deepseek_v32 import INDEXER, OTHER_KEYS, DeepseekV32Config
@@ -35,6 +35,8 @@ from neuron_moe.models.weight_rules import (
 )
 from neuron_moe.spec import ExpertFormula, limits
 
+# Of vLLM's configuration: parts that transformers has without asking.
+SWITCHES = "enable_ihc", "enable_lm_head_fp32", "gated_mla", "learnable_sink"
 HYPER = {  # what hyper-connections of attention, feed-forward part and head are called, up to names
     "published": (
         "layers.{layer}.hc_attn_layer.hc_pre.hc_",
@@ -101,7 +103,11 @@ class HYV4Config(DeepseekV32Config):
         # Every head has a key and a value; head_dim is not what its name says.
         given = {**config, "num_key_value_heads": config.get("num_attention_heads")}
         given.pop("head_dim", None)
-        reader = ConfigReader.of_family(given, "hy_v4", *OTHER_KEYS, "learnable_sink_init")
+        ignored = *OTHER_KEYS, "learnable_sink_init", "mtp_loss_factor"
+        reader = ConfigReader.of_family(given, "hy_v4", *ignored)
+        for switch in SWITCHES:
+            reader.require(switch, True)
+        reader.require("gating_type", "elementwise")
         reader.require("first_k_dense_replace", 1)
         longest, reach = reader.get("max_position_embeddings", int), reader.get("index_topk", int)
         return cls.read_latent(
@@ -166,25 +172,38 @@ def weight_map(config: HYV4Config) -> WeightMap:
         Rule(theirs + "learnable_sink_param", ours + "sinks", is_exact=True),
     ]
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in sparse:
-        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-        bias = "gate.e_score_correction_bias", "router.e_score_correction_bias"
-        rules += [
-            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            Rule(mlp + bias[0], moe + bias[1], is_exact=True),
-            *fused_expert_rules(mlp + "experts", moe + "expert_mlps.mlp_op", transpose),
-        ]
-    mlps = [(f"{layer}.mlp", f"{layer}.mlp") for layer in dense]
-    mlps += [(f"{layer}.mlp.shared_experts", f"{layer}.moe.shared_experts") for layer in sparse]
-    gates, others = [], []
-    for theirs, ours in mlps:
-        gate, *rest = mlp_rules(f"model.layers.{theirs}", f"layers.{ours}")
-        gates, others = [*gates, gate], [*others, *rest]
-    rules += others
+    indexer = [f"model.layers.{{layer}}.{name}" for name in INDEXER]
+    layers = (0, *config.prediction_layers)
+    first, *others = prediction_blocks(rules, _sparse_rules, layers, indexer).items()
+    ahead = [name.replace("layers.0.", "mtp_layers.{layer}.") for name in first[1]]
+    mlps = [mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp") for layer in dense]
+    mlps += [_shared_rules(layer) for layer in sparse]
+    gates = [mlp[0] for mlp in mlps]
+    rules += [rule for mlp in mlps for rule in mlp[1:]]
+    rules += [rule for layer in sparse for rule in _sparse_rules(layer)[3:]]
     rules += either(**{form: [*_hyper_rules(form), *_gate_rules(form, gates)] for form in HYPER})
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    ignored = [f"model.layers.{{layer}}.{name}" for name in INDEXER]
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    ignored = [*indexer, *ahead]
+    return decoder_map(rules, sizes, ignored, dict(others), is_tied=config.tie_word_embeddings)
+
+
+def _shared_rules(layer: str) -> list[Rule]:
+    """Return the rules of the shared expert: gate, up and down."""
+    return mlp_rules(
+        f"model.layers.{layer}.mlp.shared_experts", f"layers.{layer}.moe.shared_experts"
+    )
+
+
+def _sparse_rules(layer: str) -> list[Rule]:
+    """Return the rules of a layer with experts, those of the shared one first."""
+    mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+    bias = "e_score_correction_bias"
+    return [
+        *_shared_rules(layer),
+        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+        Rule(f"{mlp}gate.{bias}", f"{moe}router.{bias}", is_exact=True),
+        *fused_expert_rules(mlp + "experts", moe + "expert_mlps.mlp_op", transpose),
+    ]
 
 
 def _hyper_rules(form: str) -> list[Rule]:
