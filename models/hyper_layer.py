@@ -22,14 +22,14 @@ class StreamSizes(NamedTuple):
     """Facts of the streams.
 
     Attributes:
-        count: n.
+        num_streams: n.
         hidden_size: H.
         magnitude: of what is added to them.
         eps: added to each weight.
         norm_eps: of the root mean square of all streams of a token.
     """
 
-    count: int
+    num_streams: int
     hidden_size: int
     magnitude: float
     eps: float
@@ -51,7 +51,7 @@ class StreamWeights(nn.Module):
 
     def __init__(self, sizes: StreamSizes, uses: int) -> None:
         super().__init__()
-        self.sizes, n = sizes, sizes.count
+        self.sizes, n = sizes, sizes.num_streams
         size = n * sizes.hidden_size
         self.fn = nn.Parameter(torch.zeros(uses * n, size, dtype=torch.float32))
         self.base = nn.Parameter(torch.zeros(uses * n, dtype=torch.float32))
@@ -61,7 +61,8 @@ class StreamWeights(nn.Module):
         """Return the weights of each use, [U, S, n, 1] float32, without epsilon."""
         flat = hidden_USnH.flatten(2).float()
         root = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.sizes.norm_eps)
-        mixes = (F.linear(flat, self.fn) * root).unflatten(-1, (len(self.scale), -1))
+        mixes = F.linear(flat, self.fn) * root
+        mixes = mixes.view(*mixes.shape[:-1], len(self.scale), -1)
         weights = (mixes * self.scale[:, None] + self.base.view(mixes.shape[-2:])).sigmoid()
         return [each.unsqueeze(-1) for each in weights.unbind(-2)]
 
