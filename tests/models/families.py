@@ -16,6 +16,8 @@ from transformers import (
     Mistral4ForCausalLM,
 )
 
+import tests.models.kimi_k3_reference  # noqa: F401  registers it
+
 # A class that transformers has and does not look up.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
@@ -844,6 +846,62 @@ FAMILIES |= {
         variant="transformers",
     ),
 }
+# transformers has no class of it: kimi_k3_reference puts one together of its parts.
+KIMI_K3: dict[str, Any] = {
+    **{key: value for key, value in KIMI_LINEAR.items() if not key.startswith("linear_")},
+    "layer_types": LEFT_OUT,
+    "num_hidden_layers": 4,
+    "q_lora_rank": 24,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "linear_attn_config": {
+        "full_attn_layers": [2, 4],
+        "kda_layers": [1, 3],
+        "num_heads": 16,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "use_full_rank_gate": True,
+        "gate_lower_bound": -5.0,
+    },
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "routed_expert_hidden_size": 48,
+    "latent_moe_use_norm": True,
+    "hidden_act": "situ",
+    "activation_situ_beta": 1.0,
+    "activation_situ_linear_beta": 2.0,
+    "attn_res_block_size": 2,
+    "use_cache": True,
+}
+FAMILIES |= {
+    "kimi_k3": Family("kimi_k3", KIMI_K3, variant=None),
+    "kimi_k3-groups": Family(
+        "kimi_k3",
+        {
+            **KIMI_K3,
+            "num_hidden_layers": 5,
+            "q_lora_rank": None,
+            "linear_attn_config": {
+                **KIMI_K3["linear_attn_config"],
+                "full_attn_layers": [1, 4],
+                "kda_layers": [2, 3, 5],
+                "num_heads": 3,  # of 16 decay speeds in the file
+                "short_conv_kernel_size": 2,
+                "gate_lower_bound": None,
+            },
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "routed_scaling_factor": 2.0,
+            "latent_moe_use_norm": False,
+            "attn_res_block_size": 3,
+            "rms_norm_eps": 1e-3,
+        },
+        variant=None,
+        is_saved_alike=False,
+    ),
+}
 LONG = {  # left to the long run
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
     *("gemma4_text-values-untied", "kimi_linear-groups"),
@@ -885,6 +943,7 @@ EXACT_OF = {  # a family
         *("sinks", "lm_head.weight", "_hc.fn", "_hc.base", "_hc.scale"),
         *("hc_head.hc_fn", "hc_head.hc_base", "hc_head.hc_scale"),
     ),
+    "kimi_k3": ("dt_bias", "conv1d.weight", "o_norm.weight"),
 }
 
 

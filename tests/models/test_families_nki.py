@@ -43,6 +43,13 @@ VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "hy_v4-biases": {"mlp_layer_types": ["sparse", "dense"]},
+    "kimi_k3": {
+        "linear_attn_config": {
+            **FAMILIES["kimi_k3"].changes["linear_attn_config"],
+            "full_attn_layers": [2],
+            "kda_layers": [1],
+        }
+    },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
     "laguna": {
