@@ -24,7 +24,8 @@ from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.deepseek_v3 import LatentAttention, latent_names, read_rotated
 from neuron_moe.models.deepseek_v32 import INDEXER, OTHER_KEYS, DeepseekV32Config
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.hyper_layer import HyperLayer, StreamSizes, StreamWeights
+from neuron_moe.models.hyper_connections import StreamHead, StreamSpec
+from neuron_moe.models.hyper_layer import HyperLayer, IndependentConnection
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
@@ -80,10 +81,14 @@ class HYV4Config(DeepseekV32Config):
             )
 
     @property
-    def streams(self) -> StreamSizes:
-        """Facts of the residual streams."""
-        return StreamSizes(
-            self.hc_mult, self.hidden_size, self.hc_magnitude, self.hc_eps, self.rms_norm_eps
+    def streams(self) -> StreamSpec:
+        """What the hyper-connections are."""
+        return StreamSpec(
+            hidden_size=self.hidden_size,
+            num_streams=self.hc_mult,
+            iterations=1,  # of nothing
+            eps=self.hc_eps,
+            norm_eps=self.rms_norm_eps,
         )
 
     @property
@@ -133,7 +138,7 @@ class Model(BiasedRoutingModel):
 
     def __init__(self, config: HYV4Config, **options: Any) -> None:
         super().__init__(config, **options)
-        self.head_hc = StreamWeights(config.streams, 1)
+        self.head_hc = StreamHead(config.streams)
         if not config.tie_word_embeddings:
             self.lm_head.float()
 
@@ -141,7 +146,8 @@ class Model(BiasedRoutingModel):
         """Return a layer between streams."""
         config, attention = self.config, self.build_attention(layer, dtype)
         feed_forward = self.build_feed_forward(layer, dtype, backend)
-        return HyperLayer(config, config.streams, dtype, attention, feed_forward)
+        pair = [IndependentConnection(config.streams, config.hc_magnitude) for _ in range(2)]
+        return HyperLayer(config, dtype, attention, feed_forward, (pair[0], pair[1]))
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> LatentAttention:
         """Return latent attention with sinks and a gate."""
@@ -150,11 +156,11 @@ class Model(BiasedRoutingModel):
     def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[View | None]) -> Tensor:
         """Return the sum of the streams after the last layer, [U, S, H]."""
         embedded_US1H = self.embed(input_ids_US).unsqueeze(2)
-        hidden_USnH = embedded_US1H.expand(-1, -1, self.config.hc_mult, -1)
+        hidden_USNH = embedded_US1H.expand(-1, -1, self.config.hc_mult, -1)
         for layer, view in zip(self.layers, views, strict=True):
-            hidden_USnH = layer(hidden_USnH, tokens, view)
-        (weights_USn1,) = self.head_hc(hidden_USnH)
-        return self.head_hc.collect(weights_USn1, hidden_USnH)
+            hidden_USNH = layer(hidden_USNH, tokens, view)
+        summed_USH: Tensor = self.head_hc(hidden_USNH)
+        return summed_USH
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""

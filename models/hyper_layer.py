@@ -1,81 +1,45 @@
-"""Independent hyper-connections: a layer between several residual streams.
+"""Independent hyper-connections: a layer between residual streams that are not mixed.
 
-Each part of a layer reads a weighted sum of the streams and adds its result to each of them with
-another weight; both weights of a token are made of its streams.
+Each part of a layer reads a weighted sum of the streams and adds its result to each of them by
+another weight, as in `hyper_connections`; the streams themselves stay.
 Source: transformers, `models/hy_v4/modular_hy_v4.py`.
 
-Letters beside those of `decoder`: n residual streams.
+Letters: those of `hyper_connections`.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from neuron_moe.models.attention import View
 from neuron_moe.models.decoder import DecoderConfig, Tokens
+from neuron_moe.models.hyper_connections import Block, StreamSpec, StreamWeights
 from neuron_moe.moe import MoE
 
 
-class StreamSizes(NamedTuple):
-    """Facts of the streams.
-
-    Attributes:
-        num_streams: n.
-        hidden_size: H.
-        magnitude: of what is added to them.
-        eps: added to each weight.
-        norm_eps: of the root mean square of all streams of a token.
-    """
-
-    num_streams: int
-    hidden_size: int
-    magnitude: float
-    eps: float
-    norm_eps: float
-
-
-class StreamWeights(nn.Module):
-    """Weights of the residual streams: sigmoids of the streams' own projection, in float32.
+class IndependentConnection(StreamWeights):
+    """What stands between the streams and one block of a layer.
 
     Args:
-        sizes: of the streams.
-        uses: how many weights a stream gets.
-
-    Attributes:
-        fn: [uses * n, n * H].
-        base: [uses * n].
-        scale: [uses].
+        spec: sizes; `iterations` has no meaning here.
+        magnitude: of what is added to the streams.
     """
 
-    def __init__(self, sizes: StreamSizes, uses: int) -> None:
-        super().__init__()
-        self.sizes, n = sizes, sizes.num_streams
-        size = n * sizes.hidden_size
-        self.fn = nn.Parameter(torch.zeros(uses * n, size, dtype=torch.float32))
-        self.base = nn.Parameter(torch.zeros(uses * n, dtype=torch.float32))
-        self.scale = nn.Parameter(torch.ones(uses, dtype=torch.float32))
+    def __init__(self, spec: StreamSpec, magnitude: float) -> None:
+        super().__init__(spec, (spec.num_streams,) * 2)
+        self.magnitude = magnitude
 
-    def forward(self, hidden_USnH: Tensor) -> list[Tensor]:
-        """Return the weights of each use, [U, S, n, 1] float32, without epsilon."""
-        flat = hidden_USnH.flatten(2).float()
-        root = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.sizes.norm_eps)
-        mixes = F.linear(flat, self.fn) * root
-        mixes = mixes.view(*mixes.shape[:-1], len(self.scale), -1)
-        weights = (mixes * self.scale[:, None] + self.base.view(mixes.shape[-2:])).sigmoid()
-        return [each.unsqueeze(-1) for each in weights.unbind(-2)]
+    def forward(self, streams_USNH: Tensor, block: Block) -> Tensor:
+        """Return the streams after a block, [U, S, N, H] in their dtype.
 
-    def collect(self, weights_USn1: Tensor, hidden_USnH: Tensor) -> Tensor:
-        """Return the sum of the streams [U, S, H], each by its weight and epsilon."""
-        summed_USH = ((weights_USn1 + self.sizes.eps) * hidden_USnH).sum(dim=2)
-        return summed_USH.to(hidden_USnH.dtype)
-
-    def spread(self, weights_USn1: Tensor, out_USH: Tensor, hidden_USnH: Tensor) -> Tensor:
-        """Return the streams [U, S, n, H] after a part's result was added to each by its weight."""
-        weights_USn1 = self.sizes.magnitude * weights_USn1 + self.sizes.eps
-        summed_USnH = hidden_USnH.float() + weights_USn1 * out_USH.float().unsqueeze(2)
-        return summed_USnH.to(hidden_USnH.dtype)
+        Args:
+            streams_USNH: the streams before it.
+            block: gets their sum [U, S, H], and returns what is added.
+        """
+        enter_USN, leave_USN = self.weigh(streams_USNH)
+        out_USH = block(self.collapse(enter_USN, streams_USNH))
+        weight_USN = self.magnitude * leave_USN.sigmoid() + self.spec.eps
+        added_USNH = weight_USN.unsqueeze(-1) * out_USH.float().unsqueeze(-2)
+        return (streams_USNH.float() + added_USNH).to(streams_USNH.dtype)
 
 
 class HyperLayer(nn.Module):
@@ -83,10 +47,10 @@ class HyperLayer(nn.Module):
 
     Args:
         config: makes the norms.
-        sizes: of the streams.
         dtype: of the norms.
         attention: the first part.
         feed_forward: the second, a `MoE` or an MLP.
+        connections: of the two.
     """
 
     moe: nn.Module
@@ -95,29 +59,32 @@ class HyperLayer(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        sizes: StreamSizes,
         dtype: torch.dtype,
         attention: nn.Module,
         feed_forward: nn.Module,
+        connections: tuple[nn.Module, nn.Module],
     ) -> None:
         super().__init__()
-        self.attn_hc, self.ffn_hc = StreamWeights(sizes, 2), StreamWeights(sizes, 2)
-        self.input_layernorm = config.make_norm(sizes.hidden_size, dtype)
+        self.attn_hc, self.ffn_hc = connections
+        self.input_layernorm = config.make_norm(config.hidden_size, dtype)
         self.self_attn = attention
-        self.post_attention_layernorm = config.make_norm(sizes.hidden_size, dtype)
+        self.post_attention_layernorm = config.make_norm(config.hidden_size, dtype)
         self.is_sparse = isinstance(feed_forward, MoE)
         self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
 
-    def forward(self, hidden_USnH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
-        """Return the streams after the layer `[U, S, n, H]`; arguments as of `DecoderLayer`."""
-        before_USn1, after_USn1 = self.attn_hc(hidden_USnH)
-        inner_USH = self.input_layernorm(self.attn_hc.collect(before_USn1, hidden_USnH))
-        out_USH: Tensor = self.self_attn(inner_USH, tokens, view)
-        hidden_USnH = self.attn_hc.spread(after_USn1, out_USH, hidden_USnH)
-        before_USn1, after_USn1 = self.ffn_hc(hidden_USnH)
-        inner_USH = self.post_attention_layernorm(self.ffn_hc.collect(before_USn1, hidden_USnH))
-        if self.is_sparse:
-            out_USH = self.moe(inner_USH, padding_mask=tokens.real_US)[0]
-        else:
-            out_USH = self.mlp(inner_USH)
-        return self.ffn_hc.spread(after_USn1, out_USH, hidden_USnH)
+    def forward(self, hidden_USNH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
+        """Return the streams after the layer `[U, S, N, H]`; arguments as of `DecoderLayer`."""
+
+        def attend(inner_USH: Tensor) -> Tensor:
+            out: Tensor = self.self_attn(self.input_layernorm(inner_USH), tokens, view)
+            return out
+
+        def feed(inner_USH: Tensor) -> Tensor:
+            normed_USH = self.post_attention_layernorm(inner_USH)
+            if not self.is_sparse:
+                return self.mlp(normed_USH)  # type: ignore[no-any-return]
+            return self.moe(normed_USH, padding_mask=tokens.real_US)[0]  # type: ignore[no-any-return]
+
+        hidden_USNH = self.attn_hc(hidden_USNH, attend)
+        out_USNH: Tensor = self.ffn_hc(hidden_USNH, feed)
+        return out_USNH

@@ -55,8 +55,7 @@ class KimiK3Config(KimiLinearConfig):
         if self.soft_caps is None:
             return gated(self.hidden_act)
         gate, up = self.soft_caps
-        caps = {"gate_softcap": gate, "up_softcap": up}
-        return ExpertFormula("sigmoid", gates_itself=True, **caps)
+        return ExpertFormula("sigmoid", gates_itself=True, gate_softcap=gate, up_softcap=up)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "KimiK3Config":

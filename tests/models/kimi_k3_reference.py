@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 from transformers.models.inkling2.modeling_inkling2 import Inkling2SoftcappedSwiGLU
@@ -28,7 +29,8 @@ class Config(PreTrainedConfig):
         if text_config is None:
             text_config, keys = keys, {}
         if isinstance(text_config, dict):
-            text_config = KimiLinearConfig(**{**text_config, "model_type": "kimi_linear"})
+            usual = {"routed_scaling_factor": 1.0}  # vLLM's, not Kimi-Linear's in transformers
+            text_config = KimiLinearConfig(**{**usual, **text_config, "model_type": "kimi_linear"})
         self.text_config = text_config
         self.vision_config = vision_config or {"vt_num_hidden_layers": 1}
         super().__init__(**keys)
@@ -63,7 +65,8 @@ class DeltaAttention(theirs.KimiLinearDeltaAttention):
             del self._modules[name]
         self.activation = "silu"
         self.f_a_proj, self.f_b_proj, self.dt_bias = gate.f_a_proj, gate.f_b_proj, gate.dt_bias
-        self.A_log = nn.Parameter(torch.zeros(max(self.head_dim, self.num_heads)))
+        self.dt_bias.data.uniform_(-1.0, 1.0)
+        self.A_log = nn.Parameter(torch.rand(max(self.head_dim, self.num_heads)))
         self.bound = config.linear_attn_config.get("gate_lower_bound")
         for name in "qkv":
             conv = nn.Conv1d(
@@ -95,6 +98,18 @@ class DeltaAttention(theirs.KimiLinearDeltaAttention):
         return log_decay
 
 
+class Gated(nn.Module):
+    """A plain activation of the gate."""
+
+    def __init__(self, hidden_act: str) -> None:
+        super().__init__()
+        self.act = ACT2FN[hidden_act]
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = self.act(gate) * up
+        return out
+
+
 class MLP(nn.Module):
     """Gate, up and down projections under any names."""
 
@@ -103,9 +118,14 @@ class MLP(nn.Module):
         self.names = names
         for name, sizes in zip(names, ((hidden, inner),) * 2 + ((inner, hidden),), strict=True):
             self.add_module(name, nn.Linear(*sizes, bias=False))
-        gate, up = config.activation_situ_beta, config.activation_situ_linear_beta
+        gate = getattr(config, "activation_situ_beta", None) or 1.0
+        up = getattr(config, "activation_situ_linear_beta", None)
         caps = SimpleNamespace(mlp_gate_softcap=gate, mlp_up_softcap=up)
-        self.act_fn = Inkling2SoftcappedSwiGLU(caps)  # type: ignore[arg-type]
+        self.act_fn: Any = Inkling2SoftcappedSwiGLU(caps)  # type: ignore[arg-type]
+        if up is None:
+            self.act_fn.up_softcap = nn.Identity()
+        if config.hidden_act != "situ":
+            self.act_fn = Gated(config.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)
@@ -251,12 +271,6 @@ class Model(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.language_model = TextForCausalLM(config.text_config)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.language_model._init_weights(module)
-        if isinstance(module, DeltaAttention):
-            module.A_log.data.uniform_(0.1, 1.0)
-            module.dt_bias.data.uniform_(-1.0, 1.0)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.language_model(*inputs, **options)

@@ -43,13 +43,6 @@ VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "hy_v4-biases": {"mlp_layer_types": ["sparse", "dense"]},
-    "kimi_k3": {
-        "linear_attn_config": {
-            **FAMILIES["kimi_k3"].changes["linear_attn_config"],
-            "full_attn_layers": [2],
-            "kda_layers": [1],
-        }
-    },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
     "laguna": {
@@ -71,7 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
-APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash"}
+APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash", "kimi_k3", "kimi_k3-groups"}
 # What a token's embedding says of its experts, and how loudly routers listen.
 SIGNAL, GAIN = 300.0, 0.5
 

@@ -19,7 +19,7 @@ REFUSED = {
         for change in ("gelu", "gelu-tanh", "relu", "biases")
     ),
     *(("kimi_linear", change) for change in ("gelu", "gelu-tanh", "relu", "one-layer", "tied")),
-    *(("kimi_k3", change) for change in ("gelu", "gelu-tanh", "relu", "tied", "biases")),
+    *(("kimi_k3", change) for change in ("gelu", "gelu-tanh", "relu", "biases")),
     *(("granitemoehybrid", change) for change in ("gelu", "gelu-tanh", "relu")),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE
