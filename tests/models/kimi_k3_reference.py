@@ -1,8 +1,8 @@
 """Kimi-K3 put together of transformers' parts, which has no class of it.
 
 Latent attention, delta rule, convolution, router and norms are Kimi-Linear's, the bounded decay is
-GLM-5.3's, SiTU is Inkling 2's soft-capped SwiGLU: transformers' code. What stands between them is
-written here after vLLM 0.32 (`vllm/models/kimi_k3/amd/linear.py`), in its order of steps.
+GLM-5.3's: transformers' code. What stands between them is written here after vLLM 0.32
+(`vllm/models/kimi_k3/amd/linear.py`), in its order of steps, and so is SiTU.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
-from transformers.models.inkling2.modeling_inkling2 import Inkling2SoftcappedSwiGLU
 from transformers.models.kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
@@ -98,16 +97,23 @@ class DeltaAttention(theirs.KimiLinearDeltaAttention):
         return log_decay
 
 
-class Gated(nn.Module):
-    """A plain activation of the gate."""
+class Activation(nn.Module):
+    """SiTU, or a plain activation of the gate."""
 
-    def __init__(self, hidden_act: str) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.act = ACT2FN[hidden_act]
+        self.plain = None if config.hidden_act == "situ" else ACT2FN[config.hidden_act]
+        self.beta = getattr(config, "activation_situ_beta", None) or 1.0
+        self.linear_beta = getattr(config, "activation_situ_linear_beta", None)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = self.act(gate) * up
-        return out
+        if self.plain is not None:
+            return self.plain(gate) * up  # type: ignore[no-any-return]
+        dtype, gate, up = gate.dtype, gate.float(), up.float()
+        gate = self.beta * torch.tanh(gate / self.beta) * torch.sigmoid(gate)
+        if self.linear_beta is not None:
+            up = self.linear_beta * torch.tanh(up / self.linear_beta)
+        return (gate * up).to(dtype)
 
 
 class MLP(nn.Module):
@@ -118,14 +124,7 @@ class MLP(nn.Module):
         self.names = names
         for name, sizes in zip(names, ((hidden, inner),) * 2 + ((inner, hidden),), strict=True):
             self.add_module(name, nn.Linear(*sizes, bias=False))
-        gate = getattr(config, "activation_situ_beta", None) or 1.0
-        up = getattr(config, "activation_situ_linear_beta", None)
-        caps = SimpleNamespace(mlp_gate_softcap=gate, mlp_up_softcap=up)
-        self.act_fn: Any = Inkling2SoftcappedSwiGLU(caps)  # type: ignore[arg-type]
-        if up is None:
-            self.act_fn.up_softcap = nn.Identity()
-        if config.hidden_act != "situ":
-            self.act_fn = Gated(config.hidden_act)
+        self.act_fn = Activation(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)
