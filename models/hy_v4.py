@@ -141,6 +141,7 @@ class Model(BiasedRoutingModel):
         self.head_hc = StreamHead(config.streams)
         if not config.tie_word_embeddings:
             self.lm_head.float()
+        self.head_dtype = self.lm_head.weight.dtype
 
     def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> HyperLayer:
         """Return a layer between streams."""
@@ -164,7 +165,7 @@ class Model(BiasedRoutingModel):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[.., V]` of the last hidden states `[.., H]`."""
-        logits: Tensor = self.lm_head(self.norm(hidden).to(self.lm_head.weight.dtype))
+        logits: Tensor = self.lm_head(self.norm(hidden).to(self.head_dtype))
         return logits
 
 

@@ -108,7 +108,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:
     """Return random prompts of 5 to 230 tokens, of which some begin with the same 150."""
-    vocab_size = read_config(folder)["vocab_size"]
+    config = read_config(folder)
+    vocab_size = config.get("text_config", config)["vocab_size"]
     draws = torch.Generator().manual_seed(3)
 
     def draw(low: int, high: int) -> list[int]:
