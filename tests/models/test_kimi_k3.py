@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from neuron_moe.models.loader import load_model, parse_config
+from neuron_moe.planner.sizes import ModelSizes
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
 from tests.models.families import FAMILIES, write_checkpoint
 
@@ -73,6 +74,60 @@ def test_a_published_checkpoint_is_read_with_none_of_its_tensors_left(tmp_path: 
     held = model.layers[4].moe.expert_mlps.mlp_op.down_proj.weight[7]
     assert torch.equal(held.t(), decoded[source])
     assert model(torch.arange(9)[None]).isfinite().all()
+
+
+PUBLISHED = {  # sizes of moonshotai/Kimi-K3, of which five layers are taken here
+    "model_type": "kimi_linear",
+    "vocab_size": 163840,
+    "hidden_size": 7168,
+    "num_hidden_layers": 5,
+    "intermediate_size": 33792,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 96,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 1048576,
+    "num_key_value_heads": 96,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "num_experts": 896,
+    "num_experts_per_token": 16,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 3072,
+    "routed_expert_hidden_size": 3584,
+    "latent_moe_use_norm": True,
+    "hidden_act": "situ",
+    "attn_res_block_size": 12,
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "rms_norm_eps": 1e-5,
+    "linear_attn_config": {
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3, 5],
+        "num_heads": 96,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+        "use_full_rank_gate": True,
+    },
+}
+
+
+def test_the_planner_counts_what_the_model_holds() -> None:
+    tower = {"vt_num_hidden_layers": 27}
+    values = {"model_type": "kimi_k3", "text_config": PUBLISHED, "vision_config": tower}
+    model_file, config = parse_config(values, "config.json")
+    with torch.device("meta"):
+        model = model_file.Model(config)
+    sizes = ModelSizes.from_config("kimi_k3", values)
+    inner = sizes.num_experts * sizes.expert_hidden_size * sizes.intermediate_size
+    shared = sizes.hidden_size * sizes.shared_size
+    counted = 3 * (inner + shared) * sizes.num_moe_layers + sizes.dense_parameters
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == pytest.approx(held, rel=1e-4)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
