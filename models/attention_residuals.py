@@ -27,7 +27,10 @@ class AttentionResidual(nn.Module):
     Attributes:
         norm_weight: [H], of the norm of the sources as keys.
         query: [1, H].
+        whole: parameters that every rank holds whole.
     """
+
+    whole = ("norm_weight", "query")
 
     def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

@@ -330,7 +330,13 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Token ids in, logits out, keys and values in a cache; a model file fills in the layers."""
+    """Token ids in, logits out, keys and values in a cache; a model file fills in the layers.
+
+    Attributes:
+        runs_layers_alone: a layer needs one residual stream and no token ids.
+    """
+
+    runs_layers_alone: ClassVar[bool] = True
 
     def __init__(
         self,

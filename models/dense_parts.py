@@ -6,7 +6,7 @@
 | keys and values | by key/value heads, repeated where there are more ranks than heads |
 | recurrent layers | by value heads, with their key heads, repeated as above |
 | embedding, vocabulary projection, dense MLPs, shared experts | evenly |
-| norms, mixers of residuals, routers, biases added to a sum, latents that all heads share | not |
+| norms, routers, biases added to a sum over ranks, latents that all heads share | not |
 
 Outputs (`OUTPUTS`) are cut by columns, the rest by rows. Heads and rows that do not divide are
 filled up; what fills is zero and changes nothing.
@@ -241,10 +241,10 @@ def is_cut(name: str, whole: Set[str] = frozenset()) -> bool:
 
 
 def is_norm(name: str) -> bool:
-    """Say whether a parameter is of a norm, of what mixes residuals, or scales a whole layer."""
+    """Say whether a parameter is of a norm, or scales a whole layer."""
     parts = name.split(".")
     return parts[-1] in ("norm_weight", "layer_scalar") or any(
-        part.endswith(("norm", "_hc", "_res")) for part in parts[-2:-1]
+        part.endswith("norm") for part in parts[-2:-1]
     )
 
 

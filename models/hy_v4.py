@@ -135,6 +135,7 @@ class Model(BiasedRoutingModel):
     """Hy4 for generation."""
 
     config: HYV4Config
+    runs_layers_alone = False
 
     def __init__(self, config: HYV4Config, **options: Any) -> None:
         super().__init__(config, **options)

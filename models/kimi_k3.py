@@ -90,6 +90,7 @@ class Model(DecoderModel):
     """Kimi-K3 for generation."""
 
     config: KimiK3Config
+    runs_layers_alone = False
 
     def __init__(
         self, config: KimiK3Config, *, dtype: torch.dtype = torch.bfloat16, **options: Any

@@ -47,12 +47,18 @@ class LayerwiseModel:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: config.json, a name or a shape is not as it must be.
+        ValueError: config.json, a name or a shape is not as it must be, or layers need more than
+            one residual stream.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, **model_options: Any) -> None:
         model = build_model(folder, dtype=dtype, **model_options)
         self._model = cast(DecoderModel, model.eval().requires_grad_(False))
+        if not self._model.runs_layers_alone:
+            raise ValueError(
+                f"{folder}: layers of model_type={read_config(folder)['model_type']!r} take several"
+                " residual streams and token ids, so none runs alone. Compare logits of the whole."
+            )
         self.config = self._model.config
         weight_map = find_model_file(read_config(folder)["model_type"]).weight_map(self.config)
         parameters = unique_parameters(model)

@@ -158,9 +158,7 @@ class DenseRule:
             is_even=is_even,
             recurrent=getattr(config, "linear_attention", None),
         )
-        self._whole = {
-            name for attention in _attentions(model) for name in getattr(attention, "whole", ())
-        }
+        self._whole = {name for part in model.modules() for name in getattr(part, "whole", ())}
 
     def shape(self, module: nn.Module, parameter: Tensor, name: str) -> tuple[int, ...]:
         """Return the shape a rank holds of a parameter.

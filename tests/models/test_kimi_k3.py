@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from neuron_moe.models.layerwise import LayerwiseModel
 from neuron_moe.models.loader import load_model, parse_config
 from neuron_moe.planner.sizes import ModelSizes
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
@@ -157,6 +158,13 @@ REFUSED |= {
         "use_full_rank_gate=False: must be True",
     ),
 }
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "hy_v4"])
+def test_layers_between_several_streams_run_not_alone(family: str, tmp_path: Path) -> None:
+    write_checkpoint(FAMILIES[family].config(), tmp_path, seed=1)
+    with pytest.raises(ValueError, match=f"model_type='{family}' take several residual streams"):
+        LayerwiseModel(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("name", REFUSED)

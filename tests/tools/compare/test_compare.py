@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from neuron_moe.models.layerwise import LayerwiseModel
-from neuron_moe.models.loader import load_model
+from neuron_moe.models.loader import find_model_file, load_model
 from neuron_moe.tools.cli import main
 from neuron_moe.tools.compare.transformers_model import TransformersModel
 from tests.models.families import FAMILIES, names, reference_of, write_checkpoint
@@ -111,7 +111,14 @@ def test_the_table_names_the_layer(
     assert line.startswith("3 ")
 
 
-@pytest.mark.parametrize("name", names(slow=FAMILIES.keys() - {"qwen3_moe", "dbrx"}))
+ALONE = [
+    each
+    for each in names(slow=FAMILIES.keys() - {"qwen3_moe", "dbrx"})
+    if find_model_file(FAMILIES[each.values[0]].model_type).Model.runs_layers_alone
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
 @torch.inference_mode()
 def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> None:
     write_checkpoint(FAMILIES[name].config(), tmp_path, seed=1)
