@@ -4,8 +4,8 @@ Kimi-Linear, and more: each part of a layer reads a mixture of what whole blocks
 added up and of what its own block did (attention residuals); memories fade by a bounded rate and,
 as attention to latents, are gated by a whole projection; experts compute in a latent whose sum is
 normalised; gate and up projections go through soft caps (SiTU).
-Norms of attention's latents have `rms_norm_eps`, as in vLLM; the publisher's class of Kimi-Linear
-leaves them at 1e-6.
+Norms of attention's latents have an epsilon of 1e-6, as in the publisher's classes; vLLM gives them
+`rms_norm_eps`.
 Source: vLLM 0.32, `vllm/models/kimi_k3`; moonshotai/Kimi-K3.
 
 Letters: those of `attention_residuals`.
@@ -76,16 +76,6 @@ class BoundedDelta(KimiDeltaAttention):
         return logits
 
 
-class GatedLatentAttention(PlainLatentAttention):
-    """Attention to latents that rotates nothing, gated, with the layer's epsilon in its norms."""
-
-    def __init__(self, config: KimiK3Config, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, is_gated=True)
-        self.kv_a_layernorm.eps = config.rms_norm_eps
-        if config.q_lora_rank is not None:
-            self.q_a_layernorm.eps = config.rms_norm_eps
-
-
 class Model(DecoderModel):
     """Kimi-K3 for generation."""
 
@@ -108,8 +98,9 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
         """Return the attention of a layer."""
         config = self.config
-        is_full = config.layer_types[layer] == "full_attention"
-        return (GatedLatentAttention if is_full else BoundedDelta)(config, dtype)
+        if config.layer_types[layer] == "full_attention":
+            return PlainLatentAttention(config, dtype, is_gated=True)
+        return BoundedDelta(config, dtype)
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
         """Return a MoE inside a latent, with a float32 router, or an MLP of a dense layer."""

@@ -44,9 +44,6 @@ class Attention(theirs.KimiLinearAttention):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)
         self.g_proj = nn.Linear(config.hidden_size, self.num_heads * self.v_head_dim, bias=False)
-        for norm in (self.q_a_layernorm, self.kv_a_layernorm):
-            if norm is not None:
-                norm.variance_epsilon = config.rms_norm_eps
         self.o_proj.register_forward_pre_hook(lambda _, args: (args[0] * self.gate,))
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Any:

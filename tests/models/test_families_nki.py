@@ -44,6 +44,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "hy_v4-biases": {"mlp_layer_types": ["sparse", "dense"]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear-groups": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
