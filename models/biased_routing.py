@@ -24,7 +24,7 @@ from neuron_moe.models.decoder import (
     check_layer_types,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated_moe
+from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated, gated_moe
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
     decoder_map,
@@ -37,7 +37,7 @@ from neuron_moe.models.weight_rules import (
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-from neuron_moe.spec import RouterSpec
+from neuron_moe.spec import ExpertFormula, RouterSpec
 
 LAYER_TYPES = ("dense", "sparse")
 ONE_GROUP: dict[str, Any] = {
@@ -94,6 +94,11 @@ class BiasedRoutingConfig(DecoderConfig):
             routed_scaling_factor=self.routed_scaling_factor,
             **self.router_fields,
         )
+
+    @property
+    def routed_formula(self) -> ExpertFormula:
+        """What a routed expert computes."""
+        return gated(self.hidden_act)
 
     @property
     def shared_size(self) -> int | None:
@@ -226,7 +231,7 @@ class BiasedRoutingModel(DecoderModel):
         width = config.shared_size
         shared = None if width is None else build_shared(size, width, dtype, act)
         router, inner = Router(config.router_spec), config.moe_intermediate_size
-        return gated_moe(router, inner, dtype, backend, shared, hidden_act=act)
+        return gated_moe(router, inner, dtype, backend, shared, formula=config.routed_formula)
 
 
 def biased_routing_map(

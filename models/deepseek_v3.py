@@ -155,7 +155,7 @@ def attend_latent(
     view = need_view(view)
     (kept_U1CM,) = view.extend(kept_US1M.transpose(1, 2))
     latent_U1CR = kept_U1CM[..., : latent_US1R.shape[-1]]
-    return attend(query_USQM, kept_U1CM, latent_U1CR, view.mask_USC, None, layer.scale)
+    return attend(query_USQM, kept_U1CM, latent_U1CR, view.mask_USC, layer.sinks, layer.scale)
 
 
 class LatentAttention(nn.Module):
@@ -169,6 +169,8 @@ class LatentAttention(nn.Module):
     Args:
         config: a `DeepseekV3Config`, or one with its sizes.
         dtype: of the weights.
+        has_sinks: there is a learned sink logit for each query head, in float32.
+        is_gated: each number that heads attend to is scaled by a sigmoid of the layer's input.
 
     Attributes:
         core: `attend_latent`, which returns [.., Q * R], or a server's, [.., Q * W].
@@ -177,12 +179,19 @@ class LatentAttention(nn.Module):
     """
 
     core: Core
-    sinks: Tensor | None = None
+    sinks: Tensor | None
     reach = EVERYTHING
     whole = ("q_a_proj", "kv_a_proj_with_mqa")
     read_weights = ("kv_b_proj",)
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        *,
+        has_sinks: bool = False,
+        is_gated: bool = False,
+    ) -> None:
         super().__init__()
         self.config, self.core, self.scale = config, attend_latent, config.logit_scale
         kept_size = config.kv_lora_rank + config.qk_rope_head_dim
@@ -205,6 +214,9 @@ class LatentAttention(nn.Module):
         made_size = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = linear(config.kv_lora_rank, heads * made_size)
         self.o_proj = linear(heads * config.v_head_dim, size, has_bias)
+        self.q_gate_proj = linear(size, heads * config.v_head_dim) if is_gated else None
+        sinks_Q = torch.zeros(heads, dtype=torch.float32) if has_sinks else None
+        self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
 
     def core_sizes(self, new_tokens: int) -> CoreSizes:
         """Return what the core computes with: latents for one new token, made keys for many."""
@@ -216,6 +228,14 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        mixed = self.mix(hidden_USH, tokens, view)
+        if self.q_gate_proj is not None:
+            mixed = mixed * self.q_gate_proj(hidden_USH).float().sigmoid().to(mixed.dtype)
+        out_USH: Tensor = self.o_proj(mixed)
+        return out_USH
+
+    def mix(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
+        """Return what heads attend to, [U, S, Q * W]; arguments as of `forward`."""
         config = self.config
         nope_USQN, rotated_USQD = self._queries(hidden_USH, tokens)
         made_USM = self.kv_a_proj_with_mqa(hidden_USH)
@@ -237,8 +257,7 @@ class LatentAttention(nn.Module):
             out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
             out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
             out = torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
-        out_USH: Tensor = self.o_proj(out)
-        return out_USH
+        return out
 
     def _queries(self, hidden_USH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the plain and the rotated part of each head, [U, S, Q, N] and [U, S, Q, D]."""
@@ -274,7 +293,7 @@ class LatentAttention(nn.Module):
         """Attend to keys and values of every head, made of all that is kept: [U, S, Q * W]."""
         (kept_U1CM,) = view.extend(kept_US1M.transpose(1, 2))
         key_UQCD, value_UQCW = self._make(kept_U1CM)
-        return attend(query_USQD, key_UQCD, value_UQCW, view.mask_USC, None, self.scale)
+        return attend(query_USQD, key_UQCD, value_UQCW, view.mask_USC, self.sinks, self.scale)
 
     def _make(self, kept_U1CM: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of every head, made of what is kept: [U, Q, C, D or W]."""

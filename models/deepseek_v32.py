@@ -22,6 +22,11 @@ OTHER_KEYS = (
     *("index_topk_pattern", "indexer_rope_interleave", "indexer_types", "layer_types"),
     *("mlp_bias", "rope_interleave"),  # which transformers does not read
 )
+# What follows `layers.N.` in the names of an indexer's tensors.
+INDEXER = tuple(
+    f"self_attn.indexer.{name}"
+    for name in ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,4 @@ Model = deepseek_v3.Model
 
 def weight_map(config: DeepseekV32Config) -> WeightMap:
     """Map the published tensor names to ours."""
-    names = ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
-    indexer = [f"model.layers.{{layer}}.self_attn.indexer.{name}" for name in names]
-    return deepseek_v3.weight_map(config, indexer)
+    return deepseek_v3.weight_map(config, [f"model.layers.{{layer}}.{name}" for name in INDEXER])

@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.attention import StateView
 from neuron_moe.models.biased_routing import BiasedRoutingModel
 from neuron_moe.models.decoder import Tokens, check_layer_types
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention, latent_names
-from neuron_moe.models.delta_net import DeltaLayer, DeltaNetSizes, Inputs
+from neuron_moe.models.delta_net import DeltaNetSizes
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import unit_rms
+from neuron_moe.models.kimi_delta import KimiDeltaAttention, delta_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -82,38 +80,58 @@ class KimiLinearConfig(DeepseekV3Config):
         Raises:
             ValueError: a missing, unknown or contradictory key, or a variant nobody published.
         """
-        theirs = set(NAMES.values())
-        given = {key: value for key, value in config.items() if key not in theirs}
-        for ours, name in NAMES.items():
-            if name in config and config.get(ours, config[name]) != config[name]:
-                raise ValueError(
-                    f"{ours}={config[ours]!r}, {name}={config[name]!r}: must agree. Keep the last."
-                )
-            given |= {ours: config[name]} if name in config else {}
-        heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-        reader = ConfigReader.of_family(
-            {**given, "num_key_value_heads": heads}, "kimi_linear", *OTHER_KEYS
-        )
-        reader.require("hidden_act", "silu")  # which linear attention reads too
-        reader.require("tie_word_embeddings", False)  # transformers leaves them apart
-        reader.require("mla_use_nope", True)
-        reader.require("moe_router_activation_func", "sigmoid")
-        reader.require("num_nextn_predict_layers", 0)
-        kinds, delta = _read_linear(reader)
-        rope = RopeConfig(theta=10000.0)  # rotates nothing
-        return cls.read_latent(reader, defaults=DEFAULTS, rope=rope, layer_types=kinds, delta=delta)
+        reader = open_config(config)
+        section = ConfigReader(reader.get_section("linear_attn_config"), "linear_attn_config")
+        facts = read_linear(reader, section)
+        section.finish()
+        return cls.read_latent(reader, defaults=DEFAULTS, **facts)
 
 
-def _read_linear(reader: ConfigReader) -> tuple[tuple[str, ...], DeltaNetSizes]:
-    """Return the kind of each layer, and the sizes of those that keep a memory."""
+def open_config(config: Mapping[str, Any], *ignored: str) -> ConfigReader:
+    """Return a reader under DeepSeek-V3's names, which refused what no such model has.
+
+    Args:
+        config: the text model's config.json.
+        ignored: further keys that change nothing.
+
+    Raises:
+        ValueError: a contradictory key, or a variant nobody published.
+    """
+    theirs = set(NAMES.values())
+    given = {key: value for key, value in config.items() if key not in theirs}
+    for ours, name in NAMES.items():
+        if name in config and config.get(ours, config[name]) != config[name]:
+            raise ValueError(
+                f"{ours}={config[ours]!r}, {name}={config[name]!r}: must agree. Keep the last."
+            )
+        given |= {ours: config[name]} if name in config else {}
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    given["num_key_value_heads"] = heads
+    reader = ConfigReader.of_family(given, "kimi_linear", *OTHER_KEYS, *ignored)
+    reader.require("hidden_act", "silu")  # which linear attention reads too
+    reader.require("tie_word_embeddings", False)  # transformers leaves them apart
+    reader.require("mla_use_nope", True)
+    reader.require("moe_router_activation_func", "sigmoid")
+    reader.require("num_nextn_predict_layers", 0)
+    return reader
+
+
+def read_linear(reader: ConfigReader, section: ConfigReader) -> dict[str, Any]:
+    """Return fields of `KimiLinearConfig`: kinds of layers, sizes of memories, what rotates.
+
+    Args:
+        reader: of config.json.
+        section: of its section on linear attention.
+
+    Raises:
+        ValueError: a missing or contradictory key.
+    """
     num_layers = reader.get("num_hidden_layers", int)
-    section = ConfigReader(reader.get_section("linear_attn_config"), "linear_attn_config")
     size, heads, width = (
         section.get(name, int, reader.get(other, int, usual))
         for name, (other, usual) in SIZES.items()
     )
     full, linear = (section.get_ints(f"{kind}_layers") for kind in ("full_attn", "kda"))
-    section.finish()
     attends = {layer for layer in range(1, num_layers) if layer % PERIOD == 0}
     if full or linear:  # counted from 1
         attends = {layer - 1 for layer in full}
@@ -131,7 +149,11 @@ def _read_linear(reader: ConfigReader) -> tuple[tuple[str, ...], DeltaNetSizes]:
         value_size=size,
         conv_width=width,
     )
-    return reader.get_strings("layer_types") or kinds, sizes
+    return {
+        "layer_types": reader.get_strings("layer_types") or kinds,
+        "delta": sizes,
+        "rope": RopeConfig(theta=10000.0),  # rotates nothing
+    }
 
 
 Config = KimiLinearConfig
@@ -142,54 +164,6 @@ class PlainLatentAttention(LatentAttention):
 
     def _turn(self, heads: Tensor, tokens: Tokens) -> Tensor:
         return heads
-
-
-class KimiDeltaAttention(DeltaLayer):
-    """Projections, latents of two gates and a norm around an exchangeable recurrence.
-
-    Attributes:
-        whole: projections to latents that heads share.
-    """
-
-    whole = ("f_a_proj", "g_a_proj")
-
-    def __init__(self, sizes: DeltaNetSizes, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.sizes, self.eps = sizes, eps
-        size, heads, latent = sizes.hidden_size, sizes.num_key_heads, sizes.key_size
-        width = heads * latent
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
-
-        self.query_proj, self.key_proj, self.value_proj = (linear(size, width) for _ in range(3))
-        self.f_a_proj, self.g_a_proj = (linear(size, latent) for _ in range(2))
-        self.f_b_proj, self.g_b_proj = (linear(latent, width) for _ in range(2))
-        self.b_proj, self.out_proj = linear(size, heads), linear(width, size)
-        taps = torch.zeros(3, width, 1, sizes.conv_width, dtype=dtype)
-        self.query_conv, self.key_conv, self.value_conv = map(nn.Parameter, taps)
-        self.dt_bias = nn.Parameter(torch.zeros(width, dtype=torch.float32))
-        self.A_log = nn.Parameter(torch.zeros(1, 1, heads, 1, dtype=torch.float32))
-        self.norm_weight = nn.Parameter(torch.ones(latent, dtype=dtype))
-
-    @property
-    def conv_weight(self) -> Tensor:  # type: ignore[override]
-        """The taps of queries, keys and values, [C, 1, W]."""
-        return torch.cat([self.query_conv, self.key_conv, self.value_conv])
-
-    def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
-        """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
-        parts = (self.query_proj, self.key_proj, self.value_proj)
-        mixed_USC = torch.cat([part(hidden_USH) for part in parts], dim=-1)
-        step = self.f_b_proj(self.f_a_proj(hidden_USH)).float() + self.dt_bias
-        heads = (*hidden_USH.shape[:2], -1, self.sizes.key_size)
-        log_decay_USND = -self.A_log.exp() * F.softplus(step.view(heads))
-        rate_USN = self.b_proj(hidden_USH).float().sigmoid()
-        inputs = Inputs(mixed_USC, log_decay_USND, rate_USN, tokens.real_US)
-        normed_USNV = unit_rms(self.core(self, inputs, view), self.eps) * self.norm_weight.float()
-        gate_USNV = self.g_b_proj(self.g_a_proj(hidden_USH)).float().view(heads).sigmoid()
-        out_USH: Tensor = self.out_proj((normed_USNV * gate_USNV).flatten(2).to(hidden_USH.dtype))
-        return out_USH
 
 
 class Model(BiasedRoutingModel):
@@ -214,7 +188,7 @@ def weight_map(config: KimiLinearConfig) -> WeightMap:
             names = latent_names(config)
             rules += [Rule(f"{theirs}{name}", f"{ours}{name}") for name in names]
         else:
-            rules += _delta_rules(theirs + "self_attn.", ours + "self_attn.")
+            rules += delta_rules(theirs + "self_attn.", ours + "self_attn.")
         sparse = theirs + "block_sparse_moe"
         if layer not in config.sparse_layers:
             dense = (mlp_rules(name, ours + "mlp") for name in (theirs + "mlp", sparse))
@@ -230,15 +204,3 @@ def weight_map(config: KimiLinearConfig) -> WeightMap:
         ]
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
     return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
-
-
-def _delta_rules(theirs: str, ours: str) -> list[Rule]:
-    """Return the rules of a layer that keeps a memory."""
-    kept = [f"{gate}_{half}_proj.weight" for gate in "fg" for half in "ab"]
-    pairs = {name: name for name in (*kept, "b_proj.weight", "dt_bias")}
-    pairs |= {"o_proj.weight": "out_proj.weight", "o_norm.weight": "norm_weight"}
-    for name in ("query", "key", "value"):
-        pairs |= {f"{name[0]}_proj.weight": f"{name}_proj.weight"}
-        pairs |= {f"{name[0]}_conv1d.weight": f"{name}_conv"}
-    rules = [Rule(theirs + key, ours + name) for key, name in pairs.items()]
-    return [*rules, Rule(theirs + "A_log", ours + "A_log", is_exact=True)]

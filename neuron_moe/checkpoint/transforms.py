@@ -176,6 +176,44 @@ class OnlyRow(Transform):
         return (tensor.unsqueeze(0),)
 
 
+class FirstOf(Transform):
+    """Take the first numbers of a vector that is filled up behind them; the way back adds zeros.
+
+    Args:
+        count: how many.
+        published: how many there are in all.
+
+    Example:
+        >>> first_of(2, 3)(torch.tensor([1.0, 2.0, 0.0]))
+        tensor([1., 2.])
+    """
+
+    name = "first_of"
+
+    def __init__(self, count: int, published: int) -> None:
+        self.count, self.published = count, published
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Read none of the rest."""
+        (source,) = sources
+        _check_float(source)
+        if len(source.shape) != 1 or source.shape[0] < self.count:
+            raise ValueError(
+                f"{source.name} {list(source.shape)}: must be a vector of at least {self.count}."
+                " The file is damaged, or of another model."
+            )
+        return LazyTensor(source.name, (self.count,), source.dtype, source.read)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Fill it up."""
+        return (torch.cat((tensor, tensor.new_zeros(self.published - self.count))),)
+
+
+def first_of(count: int, published: int) -> Transform:
+    """Return the transform that takes the first `count` of `published` numbers; see `FirstOf`."""
+    return FirstOf(count, published)
+
+
 class DeinterleaveGateUp(Transform):
     """Bring gate and up, alternating along the last axis, into two halves, gate first.
 

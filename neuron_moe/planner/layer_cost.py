@@ -162,12 +162,12 @@ def _launch_us(
     pairs_T = here_TK.sum(1)
     spread = torch.bincount(pairs_T, minlength=model.top_k + 1).tolist()
     spread[0] = rows - sum(spread[1:])
-    first = 2 * model.hidden_size * width * WEIGHT_BYTES[model.weight_format] * machine.lnc
+    first = 2 * model.expert_hidden_size * width * WEIGHT_BYTES[model.weight_format] * machine.lnc
     # Kernels answer to `import nki`, which nobody asks for who only reads a model.
     import nki_kernels.provided  # noqa: F401
     from nki_kernels.combine import best_sum_ns
 
-    sum_us = best_sum_ns(spread, num_experts, model.hidden_size, 1, machine.lnc)[1] / 1e3
+    sum_us = best_sum_ns(spread, num_experts, model.expert_hidden_size, 1, machine.lnc)[1] / 1e3
     own_us = TRN2.launch_cost_ns(machine.lnc) / 1e3
     wait_us = first / machine.hbm_bytes_per_ns / 1e3
     index_us = _INDEX_US + _INDEX_ROW_US * rows
@@ -207,12 +207,12 @@ def _tensor_ns(
     clock = COEFFICIENTS["tensor_clock_ghz"].value
     rows = COEFFICIENTS["tile_rows"].value
     if phase == "decode":
-        tiles = 3 * model.hidden_size * width / (rows * COEFFICIENTS["tile_columns"].value)
+        tiles = 3 * model.expert_hidden_size * width / (rows * COEFFICIENTS["tile_columns"].value)
         columns_DE = load_DE.clamp(min=int(COEFFICIENTS["least_columns"].value)) * (load_DE > 0)
         return columns_DE.sum(1).double() * tiles / clock / machine.lnc
     tiles_D = torch.ceil(load_DE / rows).sum(1).double()
-    by_rows = tile_cycles(model.hidden_size, width) / machine.lnc
-    by_width = tile_cycles(model.hidden_size, ceil(width / machine.lnc))
+    by_rows = tile_cycles(model.expert_hidden_size, width) / machine.lnc
+    by_width = tile_cycles(model.expert_hidden_size, ceil(width / machine.lnc))
     return tiles_D * min(by_rows, by_width) / clock
 
 
@@ -224,11 +224,11 @@ def _hbm_ns(
     load_DE: Tensor,
     written_D: Tensor,
 ) -> Tensor:
-    expert = 3 * model.hidden_size * width * WEIGHT_BYTES[model.weight_format]
+    expert = 3 * model.expert_hidden_size * width * WEIGHT_BYTES[model.weight_format]
     touched_D = (load_DE > 0).sum(1).double()
     if path == "all_experts":
         touched_D = torch.full_like(touched_D, load_DE.shape[1])
-    row = model.hidden_size * ROW_BYTES
+    row = model.expert_hidden_size * ROW_BYTES
     moved_D = 3 * load_DE.sum(1).double() * row + written_D.double() * row
     return (touched_D * expert + moved_D) / machine.hbm_bytes_per_ns
 

@@ -17,7 +17,10 @@ _FORMATS = {"mxfp4": "e5m2", "fp8": "fp8"}  # by what a checkpoint is quantised 
 _KEYS = {
     "hidden_size": ("hidden_size", "d_model"),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_top_k"),
+    "top_k": (
+        *("num_experts_per_tok", "experts_per_token", "moe_k", "moe_top_k"),
+        "num_experts_per_token",
+    ),
     "num_layers": ("num_hidden_layers", "n_layers"),
     "vocab_size": ("vocab_size",),
     "num_heads": ("num_attention_heads", "n_heads"),
@@ -45,6 +48,7 @@ class ModelSizes:
         shared_size: width of all shared experts together, 0 for none.
         dense_parameters: parameters outside the routed and shared experts.
         weight_format: of the routed experts in HBM, a key of WEIGHT_BYTES.
+        latent_size: hidden size of the routed experts where they compute in a latent; 0: H.
     """
 
     name: str
@@ -57,6 +61,7 @@ class ModelSizes:
     shared_size: int
     dense_parameters: int
     weight_format: str
+    latent_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_moe_layers"):
@@ -100,12 +105,20 @@ class ModelSizes:
             shared_size=_shared_size(config, inner),
             dense_parameters=_dense_parameters(config, found, dense_layers),
             weight_format=weight_format or _FORMATS.get(str(quantised), "bf16"),
+            latent_size=_latent_size(config),
         )
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Columns of what a routed expert is given."""
+        return self.latent_size or self.hidden_size
 
     @property
     def expert_bytes(self) -> float:
         """Bytes of one routed expert of one layer."""
-        return 3 * self.hidden_size * self.intermediate_size * WEIGHT_BYTES[self.weight_format]
+        return (
+            3 * self.expert_hidden_size * self.intermediate_size * WEIGHT_BYTES[self.weight_format]
+        )
 
     @property
     def shared_bytes(self) -> float:
@@ -171,8 +184,14 @@ def _shared_size(config: Mapping[str, Any], inner: int) -> int:
     if own_width is not None:
         return own_width
     is_llama4 = "interleave_moe_layer_step" in config  # has one without a key for it
-    count = _whole(config, "n_shared_experts", "moe_num_shared_experts") or is_llama4
+    names = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
+    count = _whole(config, *names) or is_llama4
     return int(count) * inner
+
+
+def _latent_size(config: Mapping[str, Any]) -> int:
+    """Return the hidden size of experts that compute in a latent; 0 where they do not."""
+    return _whole(config, "routed_expert_hidden_size", "moe_latent_size") or 0
 
 
 def _dense_parameters(config: Mapping[str, Any], found: dict[str, int], dense_layers: int) -> int:
@@ -187,20 +206,27 @@ def _dense_parameters(config: Mapping[str, Any], found: dict[str, int], dense_la
         attention = hidden * wide if query is None else query * (hidden + wide)
         attention += hidden * (latent + rope)
         attention += latent * heads * (nope + value) + heads * value * hidden
+        if config.get("mla_use_output_gate"):
+            attention += heads * value * hidden
     else:
         head = _whole(config, "head_dim") or hidden // max(heads, 1)
         is_gated = bool(config.get("attn_output_gate"))  # the gate is as wide as the queries
         attention = hidden * head * ((2 + is_gated) * heads + 2 * found["num_kv_heads"])
     layer_types = config.get("layer_types")
     num_linear = layer_types.count("linear_attention") if isinstance(layer_types, list) else 0
+    kimi = _section(config, "linear_attn_config").get("kda_layers")
+    num_linear = len(kimi) if isinstance(kimi, list) else num_linear
     router = hidden * found["num_experts"] * (found["num_layers"] - dense_layers)
     width = _whole(config, "intermediate_size_mlp", "intermediate_size") or 0
     dense = 3 * hidden * width * dense_layers
     tied = 1 if config.get("tie_word_embeddings") else 2
     vocabulary = tied * hidden * found["vocab_size"]
     attentions = (found["num_layers"] - num_linear) * attention
-    attentions += num_linear * _linear_attention(config, hidden) if num_linear else 0
-    return attentions + router + dense + vocabulary
+    if num_linear:
+        count = _linear_attention if kimi is None else _kimi_attention
+        attentions += num_linear * count(config, hidden)
+    latents = 2 * hidden * _latent_size(config) * (found["num_layers"] - dense_layers)
+    return attentions + router + dense + vocabulary + latents
 
 
 def _linear_attention(config: Mapping[str, Any], hidden: int) -> int:
@@ -214,3 +240,15 @@ def _linear_attention(config: Mapping[str, Any], hidden: int) -> int:
     )
     keys, values = key_heads * key_size, heads * value_size
     return hidden * (2 * keys + 3 * values + 2 * heads)
+
+
+def _kimi_attention(config: Mapping[str, Any], hidden: int) -> int:
+    """Count such a layer of Kimi-Linear or K3: four projections, rates, and two gates.
+
+    A gate is a latent of a head's size, but for the second one where its rank is full.
+    """
+    section = _section(config, "linear_attn_config")
+    heads, size = _needed(section, "num_heads", "head_dim")
+    width, latent = heads * size, hidden * size + size * heads * size
+    second = hidden * width if section.get("use_full_rank_gate") else latent
+    return hidden * (4 * width + heads) + latent + second

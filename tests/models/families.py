@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family but GPT-OSS, written by transformers."""
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from transformers import (
     Mistral4Config,
     Mistral4ForCausalLM,
 )
+
+with contextlib.suppress(ImportError):  # of parts that transformers has not yet
+    import tests.models.kimi_k3_reference  # noqa: F401  registers it
 
 # A class that transformers has and does not look up.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
@@ -871,6 +875,93 @@ FAMILIES |= {
         is_served=False,
     ),
 }
+HY4: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 512,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "swiglu_limit": 0.5,
+    "pad_token_id": None,
+}
+FAMILIES |= {
+    "hy_v4": Family("hy_v4", HY4, variant="transformers"),
+    "hy_v4-biases": Family(
+        "hy_v4",
+        {
+            **HY4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "rope_parameters": DEEPSEEK_YARN,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "hc_mult": 3,
+            "hc_magnitude": 1.5,
+            "hc_eps": 0.01,
+        },
+        variant="transformers",
+    ),
+}
+# transformers has no class of it: kimi_k3_reference puts one together of its parts.
+KIMI_K3: dict[str, Any] = {
+    **{key: value for key, value in KIMI_LINEAR.items() if not key.startswith("linear_")},
+    "layer_types": LEFT_OUT,
+    "num_hidden_layers": 4,
+    "q_lora_rank": 24,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "linear_attn_config": {
+        "full_attn_layers": [2, 4],
+        "kda_layers": [1, 3],
+        "num_heads": 16,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "use_full_rank_gate": True,
+        "gate_lower_bound": -5.0,
+    },
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "routed_expert_hidden_size": 48,
+    "latent_moe_use_norm": True,
+    "hidden_act": "situ",
+    "activation_situ_beta": 1.0,
+    "activation_situ_linear_beta": 2.0,
+    "attn_res_block_size": 2,
+    "use_cache": True,
+}
+FAMILIES |= {
+    "kimi_k3": Family("kimi_k3", KIMI_K3, variant=None),
+    "kimi_k3-groups": Family(
+        "kimi_k3",
+        {
+            **KIMI_K3,
+            "num_hidden_layers": 5,
+            "q_lora_rank": None,
+            "linear_attn_config": {
+                **KIMI_K3["linear_attn_config"],
+                "full_attn_layers": [1, 4],
+                "kda_layers": [2, 3, 5],
+                "num_heads": 3,  # of 16 decay speeds in the file
+                "short_conv_kernel_size": 2,
+                "gate_lower_bound": None,
+            },
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "routed_scaling_factor": 2.0,
+            "latent_moe_use_norm": False,
+            "attn_res_block_size": 3,
+            "rms_norm_eps": 1e-3,
+        },
+        variant=None,
+        is_saved_alike=False,
+    ),
+}
 LONG = {  # left to the long run
     "deepseek_v4-published-keys",
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
@@ -913,7 +1004,14 @@ def names(
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
 BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
-EXACT_OF = {"deepseek_v4": ("sinks", "position_bias", "fn", "base", "scale")}
+EXACT_OF = {  # a family
+    "deepseek_v4": ("sinks", "position_bias", "fn", "base", "scale"),
+    "hy_v4": (
+        *("sinks", "lm_head.weight", "_hc.fn", "_hc.base", "_hc.scale"),
+        *("hc_head.hc_fn", "hc_head.hc_base", "hc_head.hc_scale"),
+    ),
+    "kimi_k3": ("dt_bias", "conv1d.weight", "o_norm.weight"),
+}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -930,7 +1028,7 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif not parameter.any():  # a router that AFMoE begins with
                 parameter.normal_(0, 0.2)
-        ends = (*EXACT, *EXACT_OF.get(config.model_type, ()))
+        ends = (*EXACT, *EXACT_OF.get(values["model_type"], ()))
         exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(ends)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):

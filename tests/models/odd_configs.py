@@ -35,7 +35,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
-        *("kimi_linear", "deepseek_v4"),
+        *("kimi_linear", "deepseek_v4", "hy_v4", "kimi_k3"),
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
@@ -89,7 +89,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear")
+LATENT = (
+    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear"),
+    *("hy_v4", "kimi_k3"),
+)
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 OLMO = ("olmoe", "flex_olmo")
 NO_HEAD_DIM = ("dbrx", *LATENT, *GRANITE, *OLMO, "qwen2_moe", "lfm2_moe")
@@ -105,6 +108,7 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "dbrx": ("tied", "biases", "no-biases", "large-eps", "one-kv-head", "all-kv-heads"),
     "glm4_moe": ("one-expert",),
     **dict.fromkeys(LATENT, ("one-expert", "one-kv-head")),
+    "kimi_k3": ("one-expert", "one-kv-head", "one-layer", "five-layers"),
     **dict.fromkeys(("dots1", "exaone_moe"), ("one-expert",)),
     **dict.fromkeys((*OLMO, *GRANITE), ("one-kv-head",)),
     "hunyuan_v1_moe": ("no-head-dim",),

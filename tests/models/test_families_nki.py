@@ -48,7 +48,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_head_dim": 16,
     },
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "hy_v4-biases": {"mlp_layer_types": ["sparse", "dense"]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear-groups": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -70,6 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
 APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash", "deepseek_v4-published-keys"}
+APART |= {"kimi_k3", "kimi_k3-groups"}
 # What a token's embedding says of its experts, and how loudly routers listen.
 SIGNAL, GAIN = 300.0, 0.5
 

@@ -61,6 +61,21 @@ def test_mimos_layers_that_predict_are_left_out(tmp_path: Path) -> None:
     assert len(load_model(tmp_path).layers) == 3
 
 
+def test_layers_of_hy4_that_predict_are_left_out(tmp_path: Path) -> None:
+    write_checkpoint(FAMILIES["hy_v4"].config(), tmp_path, seed=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for key in [key for key in tensors if key.startswith("model.layers.2.") and "hc_" not in key]:
+        name = key.replace("model.layers.2.", "model.mtp_layers.0.")
+        tensors[name.replace("shared_experts.linear_gate", "shared_experts.gate_proj")] = (
+            torch.ones(4)
+        )
+    names = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    tensors |= {f"model.mtp_layers.0.{name}.weight": torch.ones(4, 4) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    declare(tmp_path, layers=3, predictions=1)
+    assert len(load_model(tmp_path).layers) == 3
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize(
     ("published", "layers", "declared", "match"),

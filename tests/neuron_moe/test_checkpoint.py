@@ -23,6 +23,7 @@ from neuron_moe.checkpoint import (
     chain,
     concat_gate_up,
     deinterleave_gate_up,
+    first_of,
     identity,
     load_weights,
     mxfp4,
@@ -130,6 +131,15 @@ def test_examples_in_docstrings_are_true(module):
 
 
 # Transforms
+
+
+def test_numbers_that_fill_up_a_vector_are_left_out_and_written_as_zeros() -> None:
+    vector = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    assert torch.equal(first_of(3, 4)(vector), vector[:3])
+    assert torch.equal(first_of(3, 4).invert(vector[:3])[0], vector)
+    with pytest.raises(ValueError, match=r"must be a vector of at least 5"):
+        first_of(5, 8)(vector)
+
 
 TRANSFORMS = {
     "identity": identity,

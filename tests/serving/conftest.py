@@ -31,6 +31,8 @@ OWN_SIZES = {
     },
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
     "kimi_linear": {"qk_nope_head_dim": 24},
+    "kimi_k3": {"qk_nope_head_dim": 24},
+    "hy_v4": {"qk_nope_head_dim": 24},
     "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
     "glm4_moe_lite": {"qk_nope_head_dim": 24},
     "mistral4": {"qk_nope_head_dim": 24},
@@ -66,6 +68,7 @@ OTHERS = (
     "laguna",
     "mimo_v2_flash",
     "gemma4_text",
+    "hy_v4",
 )
 # With layers that keep a state of each sequence.
 RECURRENT = (
@@ -75,6 +78,7 @@ RECURRENT = (
     "granitemoehybrid",
     "lfm2_moe",
     "kimi_linear",
+    "kimi_k3",
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
@@ -104,7 +108,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:
     """Return random prompts of 5 to 230 tokens, of which some begin with the same 150."""
-    vocab_size = read_config(folder)["vocab_size"]
+    config = read_config(folder)
+    vocab_size = config.get("text_config", config)["vocab_size"]
     draws = torch.Generator().manual_seed(3)
 
     def draw(low: int, high: int) -> list[int]:
