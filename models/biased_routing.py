@@ -286,7 +286,7 @@ def prediction_blocks(
     layers: Sequence[int],
     ignored: Sequence[str] = (),
 ) -> dict[str, list[str]]:
-    """Return the tensors of layers that predict further tokens: a sparse layer and its frame.
+    """Return the tensors of layers that predict further tokens: a layer and its frame.
 
     Args:
         decoder: rules of what all layers have.
@@ -299,11 +299,12 @@ def prediction_blocks(
     """
     frame = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
     frame += ["final_layernorm"]  # of Hy3
+    frame += [f"transformer.shared_head.{name}" for name in ("norm", "output")]  # of Step
     patterns = [f"model.layers.{{layer}}.{name}.weight" for name in frame]
     patterns += [pattern for pattern in ignored if "{layer}" in pattern]
     patterns += [
         pattern
-        for rule in (*decoder, *of_sparse("{layer}"))
+        for rule in (*decoder, *of_sparse("{layer}"), *mlp_rules("model.layers.{layer}.mlp", ""))
         for pattern in rule.patterns
         if "{layer}" in pattern
     ]

@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family but GPT-OSS, written by transformers."""
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,19 @@ from transformers import (
     Mistral4ForCausalLM,
 )
 
-# A class that transformers has and does not look up.
+# Classes that transformers has and does not look up.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+if hasattr(transformers, "Step3p7Config"):
+    AutoModelForCausalLM.register(
+        transformers.Step3p7Config, transformers.Step3p7ForConditionalGeneration, exist_ok=True
+    )
+# Of text models that it has beside a vision tower only: the whole model.
+WHOLE: dict[str, dict[str, Any]] = {
+    "step3p5": {
+        "model_type": "step3p7",
+        "vision_config": {"width": 32, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14},
+    }
+}
 
 # Small weights would give logits that tie; 0.2 keeps greedy tokens apart.
 COMMON = {
@@ -777,6 +789,46 @@ FAMILIES |= {
         is_saved_alike=False,
     ),
 }
+STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_router_scaling_factor": 3.0,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "num_sliding_attention_heads": 6,
+    "swiglu_limits": [0, None, 0.5, 0.3],
+    "swiglu_limits_shared": [0.7, 0.0, 0.4, 0.6],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {
+            **LLAMA3_ROPE,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+FAMILIES |= {
+    "step3p5": Family("step3p5", STEP, variant=None),
+    "step3p5-biases": Family(
+        "step3p5",
+        {
+            **STEP,
+            "attention_bias": True,
+            "moe_router_scaling_factor": 1.0,
+            "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"],
+            "num_sliding_attention_heads": 2,
+            "rope_parameters": LEFT_OUT,
+            "swiglu_limits": None,
+        },
+        variant=None,
+    ),
+}
 KIMI_LINEAR: dict[str, Any] = {
     "head_dim": LEFT_OUT,
     "num_key_value_heads": 4,
@@ -815,7 +867,7 @@ FAMILIES |= {
 }
 LONG = {  # left to the long run
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
-    *("gemma4_text-values-untied", "kimi_linear-groups"),
+    *("gemma4_text-values-untied", "kimi_linear-groups", "step3p5-biases"),
 }
 SLOW = {
     "qwen3_5_moe-alternating",
@@ -857,7 +909,9 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
     Biases and norms are not left at their neutral values, so that leaving one out is seen.
     """
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**values)
+    if values["model_type"] in WHOLE:
+        values = {**WHOLE[values["model_type"]], "text_config": dict(values)}
+    config = AutoConfig.for_model(**copy.deepcopy(dict(values)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -35,10 +35,13 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
-        "kimi_linear",
+        *("kimi_linear", "step3p5"),
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
+for _key in ("mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):  # of four
+    BASES["step3p5"].pop(_key)
+BASES["step3p5"].pop("num_sliding_attention_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = (
     "num_experts_per_tok",
@@ -117,6 +120,7 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     # With a rotary section for each kind of layer, and the activation under another key.
     "gemma4_text": (*(*ROPES, "no-head-dim", "gelu", "gelu-tanh", "relu"),),
     "laguna": (*ROPES, "no-head-dim"),  # a section for each kind of layer
+    "step3p5": (*ROPES, "no-head-dim"),
     "mimo_v2_flash": (*ROPES, "no-head-dim", "one-expert", "one-kv-head", "all-kv-heads"),
 }
 

@@ -53,6 +53,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_experts_per_tok": 2,
     },
+    "step3p5": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts_per_tok": 2,
+        "swiglu_limits": [0, 0.5],
+        "swiglu_limits_shared": [0.7, 0.4],
+    },
     "minimax_m3_vl_text": {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse"],

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ PUBLISHED = (
     *("glm_4_5", "glm_4_5_air", "deepseek_v3", "kimi_k2", "minimax_m2"),
     *("ernie_4_5_21b_a3b", "dbrx", "qwen3_5_35b_a3b"),
 )
+
+
+PART = "partial_rotary_factor"
 
 
 def meta_model(name: str) -> Any:
@@ -402,6 +406,50 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}},
         "must name each of num_hidden_layers=3 layers once, from 1",
     ),
+    "step-limits": (
+        "step3p5",
+        {"swiglu_limits": [7.0]},
+        r"swiglu_limits=\[7\.0\]: must be a list of",
+    ),
+    "step-limit": (
+        "step3p5",
+        {"swiglu_limits_shared": [0, 0, 0, -1.0]},
+        r"shared=\[0, 0, 0, -1\.0\]: must be a list of num_hidden_layers=4 limits, none below 0",
+    ),
+    "step-heads": (
+        "step3p5",
+        {"num_sliding_attention_heads": 5},
+        r"num_sliding_attention_heads: num_attention_heads=\[4, 5, 5, 4\]: must name num",
+    ),
+    "step-other-heads": (
+        "step3p5",
+        {"attention_other_setting": {"num_attention_groups": 4}},
+        "num_attention_groups=4: must be 2",
+    ),
+    "step-scale": ("step3p5", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar=8: must be 16"),
+    "step-gate": ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate=False"),
+    "step-act": ("step3p5", {"hidden_act": "gelu"}, "hidden_act='gelu': must be 'silu'"),
+    "step-layers": (
+        "step3p5",
+        {"mlp_layer_types": None, "moe_layers_enum": "4,x"},
+        "moe_layers_enum='4,x': must name layers below num_hidden_layers=4",
+    ),
+    "step-far-layers": (
+        "step3p5",
+        {"mlp_layer_types": None, "moe_layers_enum": [4]},
+        r"moe_layers_enum=\[4\]: must name layers below num_hidden_layers=4",
+    ),
+    "step-thetas": (
+        "step3p5",
+        {"rope_parameters": None, "rope_theta": [1e4, 1e4, 2e4, 1e4]},
+        "rope_theta=.*: must be the same in all layers of sliding_attention",
+    ),
+    "step-scaled": (
+        "step3p5",
+        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        r"yarn_only_types=None: must be \['full_attention'\]",
+    ),
+    "step-unrotated": ("step3p5", {"use_rope_layers": [1, 0, 1, 1]}, "use_rope_layers: must be em"),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -433,6 +481,38 @@ def test_kimi_linear_is_read_as_published_and_as_transformers_writes_it() -> Non
     assert [layer for layer, kind in enumerate(usual) if kind == "full_attention"] == [4]
 
 
+def test_step_is_read_as_published_and_as_transformers_writes_it() -> None:
+    text = FAMILIES["step3p5"].config()
+    full = text["rope_parameters"]["full_attention"]
+    renamed = ("n_routed_experts", "num_experts_per_tok", "num_key_value_heads")
+    own = ("rope_parameters", "mlp_layer_types", "num_sliding_attention_heads")
+    thetas = [5e5, 1e4, 1e4, 5e5]
+    published = {
+        **dict.fromkeys((*renamed, *own)),
+        "moe_num_experts": 8,
+        "moe_top_k": 3,
+        "num_attention_groups": 2,
+        "moe_layers_enum": "1,2,3",
+        "norm_expert_weight": True,
+        "num_nextn_predict_layers": 2,
+        "rope_theta": [*thetas, 1e4, 1e4],
+        "layer_types": [*text["layer_types"], "sliding_attention", "sliding_attention"],
+        "swiglu_limits": [*text["swiglu_limits"], 0.0, 0.0],
+        "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0, 0.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0, 1.0],
+        "rope_scaling": {key: full[key] for key in full if key not in ("rope_theta", PART)},
+        "yarn_only_types": ["full_attention"],
+        "attention_other_setting": {"attention_type": "sliding_attention", "head_dim": 16}
+        | {"num_attention_heads": 6, "num_attention_groups": 2},
+    }
+    found = read("step3p5", published)
+    assert found.prediction_layers == (4, 5)
+    assert replace(found, prediction_layers=()) == read("step3p5", {})
+    tower = {"width": 32, "layers": 2, "heads": 2}
+    whole = {"model_type": "step3p7", "text_config": text, "vision_config": tower}
+    assert find_model_file("step3p7").Config.from_hf(whole).num_vision_layers == 2
+
+
 def test_the_part_of_a_head_that_minimax_turns_has_two_spellings() -> None:
     rope = {"rope_type": "default", "rope_theta": 5e6}
     published = read("minimax_m2", {"rope_parameters": rope, "rotary_dim": 8})
@@ -447,7 +527,11 @@ def read(name: str, changes: dict[str, Any]) -> Any:
         values = {"rms_norm_eps": 1e-6, **values}
     if name == "deepseek_v3":
         values = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, **values}
-    if "rope_parameters" not in values and name not in ("laguna", "gemma4_text"):
+    if (
+        "rope_parameters" not in values
+        and name not in ("laguna", "gemma4_text")
+        and name != "step3p5"
+    ):
         values["rope_theta"] = 1e4
     if name.startswith("llama4"):
         values = {"use_qk_norm": True, **values, **changes}

@@ -27,6 +27,7 @@ REFUSED = {
     ("afmoe", "one-layer"),
     ("laguna", "one-layer"),
     ("mimo_v2_flash", "one-layer"),
+    ("step3p5", "one-layer"),
 }
 FEW = {  # a change, and the family that it is tried with in the default run
     "tied": "gpt_oss",
