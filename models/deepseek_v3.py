@@ -216,6 +216,11 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        out_USH: Tensor = self.o_proj(self.mix(hidden_USH, tokens, view))
+        return out_USH
+
+    def mix(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
+        """Return what heads attend to, [U, S, Q * W]."""
         config = self.config
         nope_USQN, rotated_USQD = self._queries(hidden_USH, tokens)
         made_USM = self.kv_a_proj_with_mqa(hidden_USH)
@@ -226,19 +231,16 @@ class LatentAttention(nn.Module):
             query_USQD = torch.cat((nope_USQN, rotated_USQD), dim=-1)
             key_UQSD, value_UQSW = self._make(kept_US1M.transpose(1, 2))
             made = key_UQSD.transpose(1, 2), value_UQSW.transpose(1, 2)
-            out = self.core(self, query_USQD, *made, view)
-        elif self._makes_keys(need_view(view)):
+            return self.core(self, query_USQD, *made, view)
+        if self._makes_keys(need_view(view)):
             query_USQD = torch.cat((nope_USQN, rotated_USQD), dim=-1)
-            out = self._attend_made(query_USQD, kept_US1M, need_view(view))
-        else:
-            key_QNR, value_QWR = self._makers()
-            latent_USQR = torch.einsum("usqn,qnr->usqr", nope_USQN, key_QNR)
-            query_USQM = torch.cat((latent_USQR, rotated_USQD), dim=-1)
-            out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
-            out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
-            out = torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
-        out_USH: Tensor = self.o_proj(out)
-        return out_USH
+            return self._attend_made(query_USQD, kept_US1M, need_view(view))
+        key_QNR, value_QWR = self._makers()
+        latent_USQR = torch.einsum("usqn,qnr->usqr", nope_USQN, key_QNR)
+        query_USQM = torch.cat((latent_USQR, rotated_USQD), dim=-1)
+        out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
+        out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
+        return torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
 
     def _queries(self, hidden_USH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the plain and the rotated part of each head, [U, S, Q, N] and [U, S, Q, D]."""
