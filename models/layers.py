@@ -97,13 +97,17 @@ def gated(hidden_act: str) -> ExpertFormula:
     return ExpertFormula(activation_of(hidden_act))
 
 
-def clamped_silu(limit: float) -> ExpertFormula:
-    """Return min(silu(gate), limit) * up, up within `limit` of 0; a limit of 0 clamps nothing."""
+def clamped_silu(limit: float, *, is_before: bool = False) -> ExpertFormula:
+    """Return min(silu(gate), limit) * up, up within `limit` of 0; a limit of 0 clamps nothing.
+
+    Args:
+        limit: not below 0.
+        is_before: silu(min(gate, limit)) stands in place of min(silu(gate), limit).
+    """
     if not limit:
         return gated("silu")
-    return ExpertFormula(
-        gate_limits=limits(None, limit_before_silu(limit)), up_limits=limits(-limit, limit)
-    )
+    highest = limit if is_before else limit_before_silu(limit)
+    return ExpertFormula(gate_limits=limits(None, highest), up_limits=limits(-limit, limit))
 
 
 def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:

@@ -14,6 +14,7 @@ from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
     ONE_GROUP,
     read_feed_forward,
+    read_limits,
     read_sparse_layers,
 )
 from neuron_moe.models.decoder import check_layer_types
@@ -102,8 +103,8 @@ class Step3p7Config(LagunaConfig):
             shared_expert_intermediate_size=reader.get("share_expert_dim", int),
             heads=_read_heads(reader, kinds),
             gates_elements=False,
-            expert_limits=_read_limits(reader, "swiglu_limits"),
-            mlp_limits=_read_limits(reader, "swiglu_limits_shared"),
+            expert_limits=read_limits(reader, "swiglu_limits"),
+            mlp_limits=read_limits(reader, "swiglu_limits_shared"),
             num_vision_layers=vision_layers,
             **_read_ropes(reader, kinds),
             **read_feed_forward(
@@ -170,20 +171,6 @@ def _read_heads(reader: ConfigReader, kinds: Sequence[str]) -> tuple[int, ...]:
         own.finish()
     layers.finish()
     return tuple(heads)
-
-
-def _read_limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
-    """Return one of the lists of limits; null and 0 are none."""
-    num_layers = reader.get("num_hidden_layers", int)
-    values = reader.get_raw(key) or [0.0] * num_layers
-    values = [value or 0.0 for value in values] if isinstance(values, list) else []
-    are_numbers = all(isinstance(value, int | float) and 0 <= value < 1e30 for value in values)
-    if len(values) != num_layers or not are_numbers:
-        raise ValueError(
-            f"{key}={reader.get_raw(key)!r}: must be a list of num_hidden_layers={num_layers}"
-            " limits, none below 0; null or 0 for none. Correct config.json."
-        )
-    return tuple(map(float, values))
 
 
 def _read_ropes(reader: ConfigReader, kinds: Sequence[str]) -> dict[str, RopeConfig]:

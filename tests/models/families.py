@@ -865,9 +865,50 @@ FAMILIES |= {
         variant="transformers",
     ),
 }
+LING: dict[str, Any] = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": None,
+}
+FAMILIES |= {
+    "bailing_hybrid": Family("bailing_hybrid", LING, variant="transformers"),
+    "bailing_hybrid-unbounded": Family(
+        "bailing_hybrid",
+        {
+            **LING,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "layer_group_size": 2,
+            "attention_bias": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "kda_safe_gate": False,
+            "short_conv_kernel_size": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+        variant="transformers",
+    ),
+}
 LONG = {  # left to the long run
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
     *("gemma4_text-values-untied", "kimi_linear-groups", "step3p5-biases"),
+    "bailing_hybrid-unbounded",
 }
 SLOW = {
     "qwen3_5_moe-alternating",
@@ -901,6 +942,7 @@ def names(
 # Stored in float32 as published: what chooses experts, and how fast a memory fades.
 BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
+EXACT_OF = {"bailing_hybrid": (*EXACT, "conv1d.weight", "dt_bias")}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -919,7 +961,8 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif not parameter.any():  # a router that AFMoE begins with
                 parameter.normal_(0, 0.2)
-        exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(EXACT)}
+        ends = EXACT_OF.get(values["model_type"], EXACT)
+        exact = {name: tensor.clone() for name, tensor in _tensors(model) if name.endswith(ends)}
         model.to(torch.bfloat16)
         for name, tensor in _tensors(model):
             if name.endswith(BIASES):

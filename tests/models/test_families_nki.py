@@ -42,6 +42,7 @@ VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}
 # Of lists with an entry a layer, as many as SIZES says; and a K that divides E, see _leave_no_tie.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
     "laguna": {

@@ -450,6 +450,29 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         r"yarn_only_types=None: must be \['full_attention'\]",
     ),
     "step-unrotated": ("step3p5", {"use_rope_layers": [1, 0, 1, 1]}, "use_rope_layers: must be em"),
+    "ling-group": (
+        "bailing_hybrid",
+        {"layer_types": None, "layer_group_size": 2},
+        "layer_group_size=2: must divide num_hidden_layers=3",
+    ),
+    "ling-limits": (
+        "bailing_hybrid",
+        {"expert_swiglu_limit_list": [4.0] * 2},
+        "limit_list=.*: must be a list of num_hidden_layers=3 limits",
+    ),
+    "ling-decay": ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound=0.5: must be bel"),
+    "ling-gate": (
+        "bailing_hybrid",
+        {"gated_attention_proj_granularity_type": "element_wise"},
+        "type='element_wise': must be 'head_wise'",
+    ),
+    "ling-latents": ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora=False: must be True"),
+    "ling-rotated": ("bailing_hybrid", {"rotary_dim": 4}, "rotary_dim=4: must be 8"),
+    "ling-shared": (
+        "bailing_hybrid",
+        {"moe_shared_expert_intermediate_size": 64},
+        "moe_shared_expert_intermediate_size=64: must be 32",
+    ),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -479,6 +502,22 @@ def test_kimi_linear_is_read_as_published_and_as_transformers_writes_it() -> Non
     assert read("kimi_linear", left_out | more) == read("kimi_linear", {})
     usual = read("kimi_linear", {"layer_types": None, "num_hidden_layers": 6}).layer_types
     assert [layer for layer, kind in enumerate(usual) if kind == "full_attention"] == [4]
+
+
+def test_ling_is_read_as_published_and_as_transformers_writes_it() -> None:
+    written = {"linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}
+    written |= {"num_expert_group": 4, "model_max_length": 512, "num_experts_per_token": 2}
+    written |= dict.fromkeys(("n_group", "num_experts_per_tok", "max_position_embeddings"))
+    written |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    published = {"rotary_dim": 8, "partial_rotary_factor": 0.5, "score_function": "sigmoid"}
+    published |= {"rope_parameters": {**written["rope_parameters"], PART: 0.5}, "seq_aux": True}
+    published |= {"layer_types": None, "layer_group_size": 3, "q_lora_rank": None}
+    published |= {"expert_swiglu_limit_list": None, "share_expert_swiglu_limit_list": [0, 0, 0]}
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    assert read("bailing_hybrid", published) == read(
+        "bailing_hybrid", {**written, "layer_types": kinds}
+    )
+    assert read("bailing_hybrid", {"kda_safe_gate": False}).lowest_decay is None
 
 
 def test_step_is_read_as_published_and_as_transformers_writes_it() -> None:

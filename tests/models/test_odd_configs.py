@@ -19,6 +19,7 @@ REFUSED = {
         for change in ("gelu", "gelu-tanh", "relu", "biases")
     ),
     *(("kimi_linear", change) for change in ("gelu", "gelu-tanh", "relu", "one-layer", "tied")),
+    *(("bailing_hybrid", change) for change in ("gelu", "gelu-tanh", "relu", "tied")),
     *(("granitemoehybrid", change) for change in ("gelu", "gelu-tanh", "relu")),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE

@@ -66,6 +66,7 @@ OTHERS = (
     "laguna",
     "mimo_v2_flash",
     "gemma4_text",
+    "step3p5",
 )
 # With layers that keep a state of each sequence.
 RECURRENT = (
@@ -76,6 +77,7 @@ RECURRENT = (
     "lfm2_moe",
     "kimi_linear",
 )
+UNKNOWN_TO_VLLM = ("bailing_hybrid",)  # to the transformers that its wheel asks for
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
@@ -104,7 +106,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:
     """Return random prompts of 5 to 230 tokens, of which some begin with the same 150."""
-    vocab_size = read_config(folder)["vocab_size"]
+    config = read_config(folder)
+    vocab_size = config.get("text_config", config)["vocab_size"]
     draws = torch.Generator().manual_seed(3)
 
     def draw(low: int, high: int) -> list[int]:
