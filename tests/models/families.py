@@ -905,10 +905,32 @@ FAMILIES |= {
         variant="transformers",
     ),
 }
+PHI: dict[str, Any] = {"intermediate_size": 32, "num_local_experts": 8, "router_jitter_noise": 0.4}
+FAMILIES |= {
+    "phimoe": Family("phimoe", {**PHI, "attention_bias": True, "lm_head_bias": True}, variant=None),
+    "phimoe-longrope": Family(
+        "phimoe",
+        {
+            **PHI,
+            "sliding_window": 8,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
+                "long_factor": [2.0] * 8,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        variant=None,
+    ),
+}
 LONG = {  # left to the long run
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
     *("gemma4_text-values-untied", "kimi_linear-groups", "step3p5-biases"),
-    "bailing_hybrid-unbounded",
+    *("bailing_hybrid-unbounded", "phimoe-longrope"),
 }
 SLOW = {
     "qwen3_5_moe-alternating",

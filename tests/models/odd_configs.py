@@ -35,7 +35,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
-        *("kimi_linear", "step3p5", "bailing_hybrid"),
+        *("kimi_linear", "step3p5", "bailing_hybrid", "phimoe"),
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
@@ -111,6 +111,7 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*OLMO, *GRANITE), ("one-kv-head",)),
     "bailing_hybrid": ("one-expert", "one-kv-head", "no-head-dim"),
     "hunyuan_v1_moe": ("no-head-dim",),
+    "phimoe": (*(each for each in ROPES if each != "theta"), "one-expert"),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
     "mistral4": (*("one-expert", "one-kv-head", "few-words", *ROPES),),

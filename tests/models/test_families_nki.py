@@ -71,7 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
-APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash"}
+APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash", "phimoe", "phimoe-longrope"}
 # What a token's embedding says of its experts, and how loudly routers listen.
 SIGNAL, GAIN = 300.0, 0.5
 

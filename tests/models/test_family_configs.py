@@ -13,6 +13,8 @@ from neuron_moe.configs import load_config
 from neuron_moe.models.deepseek_v32 import Model
 from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import find_model_file
+from neuron_moe.models.phimoe import CONTEXT
+from neuron_moe.models.phimoe import Model as Phi
 from neuron_moe.models.sizes import GROUPS, count_active_parameters, count_parameters
 from neuron_moe.serving.options import check_servable
 from tests.models import published
@@ -148,6 +150,7 @@ def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> Non
         assert model.config.attn_temperature_tuning
 
 
+PHI_ROPE = FAMILIES["phimoe-longrope"].config()["rope_parameters"]
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-unknown": ("qwen3_moe", {"moe_intermediate": 3}, "unknown key moe_intermediate=3"),
     "qwen3-missing": ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
@@ -473,6 +476,28 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"moe_shared_expert_intermediate_size": 64},
         "moe_shared_expert_intermediate_size=64: must be 32",
     ),
+    "phimoe-chosen": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3: must be 2"),
+    "phimoe-jitter": ("phimoe", {"router_jitter_noise": -0.1}, "mixer_jitter=-0.1, formula="),
+    "phimoe-rope": (
+        "phimoe",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "rope_type='yarn': must be 'default' or 'longrope'",
+    ),
+    "phimoe-factors": (
+        "phimoe-longrope",
+        {"rope_parameters": {**PHI_ROPE, "short_factor": [1.0] * 7}},
+        "short_factor: must be a list of 8 numbers, half of head_dim=16, but has 7",
+    ),
+    "phimoe-factor": (
+        "phimoe-longrope",
+        {"rope_parameters": {**PHI_ROPE, "short_factor": 2.0}},
+        "short_factor=2.0: must be a list of positive numbers",
+    ),
+    "phimoe-mscale": (
+        "phimoe-longrope",
+        {"rope_parameters": {**PHI_ROPE, "short_mscale": None}},
+        "short_mscale is missing",
+    ),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -518,6 +543,17 @@ def test_ling_is_read_as_published_and_as_transformers_writes_it() -> None:
         "bailing_hybrid", {**written, "layer_types": kinds}
     )
     assert read("bailing_hybrid", {"kda_safe_gate": False}).lowest_decay is None
+
+
+def test_phi_is_read_up_to_the_context_of_its_short_frequencies() -> None:
+    written = read("phimoe-longrope", {})
+    assert written.max_position_embeddings == 256
+    published = {key: value for key, value in PHI_ROPE.items() if key != CONTEXT}
+    published["type"] = published.pop("rope_type")
+    changes = {"rope_parameters": None, "rope_scaling": published}
+    assert read("phimoe-longrope", changes) == written
+    with pytest.raises(ValueError, match="longer sequences have frequencies"):
+        check_servable(Phi(written), 257)
 
 
 def test_step_is_read_as_published_and_as_transformers_writes_it() -> None:

@@ -68,6 +68,7 @@ OTHERS = (
     "mimo_v2_flash",
     "gemma4_text",
     "step3p5",
+    "phimoe",
 )
 # With layers that keep a state of each sequence.
 RECURRENT = (
