@@ -10,7 +10,7 @@ Source: transformers, `models/bailing_hybrid/modular_bailing_hybrid.py`; inclusi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 
 THETA, LOWEST, PERIOD = 6000000.0, -5.0, 6  # where config.json does not say
+CONTEXT = "original_max_position_embeddings"
 GROUPS = {"first_k_dense_replace": 2, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 FIXED: dict[str, Any] = {  # what no published model has otherwise
     **dict.fromkeys(("linear_silu", "no_kda_lora", "use_qk_norm", "rope_interleave"), True),
@@ -90,6 +91,12 @@ class BailingHybridConfig(KimiLinearConfig):
             is_interleaved=True,
             ignored=("partial_rotary_factor",),  # all of qk_rope_head_dim is rotated
         )
+        section = given.get("rope_parameters") or given.get("rope_scaling") or {}
+        if rope.kind in ("yarn", "llama3") and CONTEXT not in section:
+            raise ValueError(
+                f"rope_parameters: {CONTEXT} is missing, for transformers and others take different"
+                " ones in its place. Add it to config.json."
+            )
         kinds, delta = _read_linear(reader)
         lowest = reader.get("kda_lower_bound", float, LOWEST)
         if lowest >= 0:
@@ -118,15 +125,9 @@ def _read_linear(reader: ConfigReader) -> tuple[tuple[str, ...], DeltaNetSizes]:
     usual = tuple(LAYER_TYPES[(layer + 1) % period == 0] for layer in range(num_layers))
     heads = reader.get("linear_num_heads", int, reader.get("num_attention_heads", int))
     size = reader.get("linear_head_dim", int)
-    sizes = DeltaNetSizes(
-        hidden_size=reader.get("hidden_size", int),
-        num_key_heads=heads,
-        num_value_heads=heads,
-        key_size=size,
-        value_size=size,
-        conv_width=reader.get_size("linear_conv_kernel_dim", 4),
-    )
-    return written or usual, sizes
+    hidden, width = reader.get("hidden_size", int), reader.get_size("linear_conv_kernel_dim", 4)
+    both = {"num_key_heads": heads, "num_value_heads": heads, "key_size": size, "value_size": size}
+    return written or usual, DeltaNetSizes(hidden_size=hidden, conv_width=width, **both)
 
 
 Config = BailingHybridConfig
@@ -193,11 +194,8 @@ class Model(BiasedRoutingModel):
 
 def weight_map(config: BailingHybridConfig) -> WeightMap:
     """Map the published tensor names to ours; transformers calls one of them otherwise."""
-    embedding = "model.word_embeddings.weight"
-    rules = [
-        replace(rule, sources=embedding) if rule.target == "embed_tokens.weight" else rule
-        for rule in decoder_rules([])
-    ]
+    _, *others = decoder_rules([])  # the first is of another name of the embedding
+    rules = [Rule("model.word_embeddings.weight", "embed_tokens.weight"), *others]
     predicting = [*rules, *_latent_rules(config, "{layer}")]
     blocks = prediction_blocks(predicting, _sparse_rules, config.prediction_layers)
     for layer, kind in enumerate(config.layer_types):
@@ -222,7 +220,7 @@ def _delta_rules(layer: str) -> list[Rule]:
     """Return the rules of a layer that keeps a memory."""
     theirs, ours = f"model.layers.{layer}.attention.", f"layers.{layer}.self_attn."
     pairs = {f"{name}_proj.weight": f"{name}_proj.weight" for name in "fgb"}
-    pairs |= {"o_norm.weight": "norm_weight"}
+    pairs["o_norm.weight"] = "norm_weight"
     exact = {name: name for name in ("dt_bias", "A_log")}
     for name in ("query", "key", "value"):
         pairs |= {f"{name[0]}_proj.weight": f"{name}_proj.weight"}

@@ -892,7 +892,7 @@ FAMILIES |= {
             "layer_types": None,
             "layer_group_size": 2,
             "attention_bias": True,
-            "n_group": 2,
+            "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": False,
             "routed_scaling_factor": 1.0,

@@ -464,6 +464,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "limit_list=.*: must be a list of num_hidden_layers=3 limits",
     ),
     "ling-decay": ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound=0.5: must be bel"),
+    "ling-context": (
+        "bailing_hybrid",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "original_max_position_embeddings is missing",
+    ),
     "ling-gate": (
         "bailing_hybrid",
         {"gated_attention_proj_granularity_type": "element_wise"},
