@@ -61,6 +61,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "swiglu_limits": [0, 0.5],
         "swiglu_limits_shared": [0.7, 0.4],
     },
+    "step3p5-biases": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts_per_tok": 2,
+        "swiglu_limits_shared": [0.7, 0.4],
+    },
     "minimax_m3_vl_text": {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse"],
