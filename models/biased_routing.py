@@ -187,6 +187,24 @@ def read_window(reader: ConfigReader) -> int | None:
     return reader.get_optional("sliding_window", int)
 
 
+def read_limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
+    """Return a list of limits with an entry a layer, 0 for none; there null is none as well.
+
+    Raises:
+        ValueError: it is no list of as many numbers, or one is below 0.
+    """
+    num_layers = reader.get("num_hidden_layers", int)
+    values = reader.get_raw(key) or [0.0] * num_layers
+    values = [value or 0.0 for value in values] if isinstance(values, list) else []
+    are_numbers = all(isinstance(value, int | float) and 0 <= value < 1e30 for value in values)
+    if len(values) != num_layers or not are_numbers:
+        raise ValueError(
+            f"{key}={reader.get_raw(key)!r}: must be a list of num_hidden_layers={num_layers}"
+            " limits, none below 0; null or 0 for none. Correct config.json."
+        )
+    return tuple(map(float, values))
+
+
 def read_sparse_layers(reader: ConfigReader, num_dense: int) -> tuple[int, ...]:
     """Return the layers with experts: as `mlp_layer_types` says, else all after the first ones.
 
@@ -291,7 +309,7 @@ def prediction_blocks(
     layers: Sequence[int],
     ignored: Sequence[str] = (),
 ) -> dict[str, list[str]]:
-    """Return the tensors of layers that predict further tokens: a sparse layer and its frame.
+    """Return the tensors of layers that predict further tokens: a layer and its frame.
 
     Args:
         decoder: rules of what all layers have.
@@ -304,11 +322,12 @@ def prediction_blocks(
     """
     frame = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
     frame += ["final_layernorm"]  # of Hy3
+    frame += [f"transformer.shared_head.{name}" for name in ("norm", "output")]  # of Step
     patterns = [f"model.layers.{{layer}}.{name}.weight" for name in frame]
     patterns += [pattern for pattern in ignored if "{layer}" in pattern]
     patterns += [
         pattern
-        for rule in (*decoder, *of_sparse("{layer}"))
+        for rule in (*decoder, *of_sparse("{layer}"), *mlp_rules("model.layers.{layer}.mlp", ""))
         for pattern in rule.patterns
         if "{layer}" in pattern
     ]

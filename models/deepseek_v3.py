@@ -170,7 +170,8 @@ class LatentAttention(nn.Module):
         config: a `DeepseekV3Config`, or one with its sizes.
         dtype: of the weights.
         has_sinks: there is a learned sink logit for each query head, in float32.
-        is_gated: each number that heads attend to is scaled by a sigmoid of the layer's input.
+        gates: sigmoids of the layer's input that scale what a head attends to: 1, or `v_head_dim`,
+            one for each number; 0: none.
 
     Attributes:
         core: `attend_latent`, which returns [.., Q * R], or a server's, [.., Q * W].
@@ -190,7 +191,7 @@ class LatentAttention(nn.Module):
         dtype: torch.dtype,
         *,
         has_sinks: bool = False,
-        is_gated: bool = False,
+        gates: int = 0,
     ) -> None:
         super().__init__()
         self.config, self.core, self.scale = config, attend_latent, config.logit_scale
@@ -214,7 +215,7 @@ class LatentAttention(nn.Module):
         made_size = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = linear(config.kv_lora_rank, heads * made_size)
         self.o_proj = linear(heads * config.v_head_dim, size, has_bias)
-        self.q_gate_proj = linear(size, heads * config.v_head_dim) if is_gated else None
+        self.q_gate_proj = linear(size, heads * gates) if gates else None
         sinks_Q = torch.zeros(heads, dtype=torch.float32) if has_sinks else None
         self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
 
@@ -230,7 +231,9 @@ class LatentAttention(nn.Module):
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         mixed = self.mix(hidden_USH, tokens, view)
         if self.q_gate_proj is not None:
-            mixed = mixed * self.q_gate_proj(hidden_USH).float().sigmoid().to(mixed.dtype)
+            gate_USG = self.q_gate_proj(hidden_USH).float().sigmoid().to(mixed.dtype)
+            mixed_USGW = mixed.view(*gate_USG.shape, -1)
+            mixed = (mixed_USGW * gate_USG.unsqueeze(-1)).flatten(-2)
         out_USH: Tensor = self.o_proj(mixed)
         return out_USH
 
@@ -246,18 +249,16 @@ class LatentAttention(nn.Module):
             query_USQD = torch.cat((nope_USQN, rotated_USQD), dim=-1)
             key_UQSD, value_UQSW = self._make(kept_US1M.transpose(1, 2))
             made = key_UQSD.transpose(1, 2), value_UQSW.transpose(1, 2)
-            out = self.core(self, query_USQD, *made, view)
-        elif self._makes_keys(need_view(view)):
+            return self.core(self, query_USQD, *made, view)
+        if self._makes_keys(need_view(view)):
             query_USQD = torch.cat((nope_USQN, rotated_USQD), dim=-1)
-            out = self._attend_made(query_USQD, kept_US1M, need_view(view))
-        else:
-            key_QNR, value_QWR = self._makers()
-            latent_USQR = torch.einsum("usqn,qnr->usqr", nope_USQN, key_QNR)
-            query_USQM = torch.cat((latent_USQR, rotated_USQD), dim=-1)
-            out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
-            out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
-            out = torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
-        return out
+            return self._attend_made(query_USQD, kept_US1M, need_view(view))
+        key_QNR, value_QWR = self._makers()
+        latent_USQR = torch.einsum("usqn,qnr->usqr", nope_USQN, key_QNR)
+        query_USQM = torch.cat((latent_USQR, rotated_USQD), dim=-1)
+        out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
+        out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
+        return torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
 
     def _queries(self, hidden_USH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the plain and the rotated part of each head, [U, S, Q, N] and [U, S, Q, D]."""

@@ -333,6 +333,27 @@ def _unread(method: str, section: Mapping[str, Any]) -> str:
     return ""
 
 
+def respell(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return config.json with keys as they are read here.
+
+    Args:
+        config: its keys.
+        names: how the family spells a key, by ours.
+
+    Raises:
+        ValueError: a key is there in both spellings, with two values.
+    """
+    theirs = set(names.values())
+    given = {key: value for key, value in config.items() if key not in theirs}
+    for ours, name in names.items():
+        if name in config and config.get(ours, config[name]) != config[name]:
+            raise ValueError(
+                f"{ours}={config[ours]!r}, {name}={config[name]!r}: must agree. Keep the last."
+            )
+        given |= {ours: config[name]} if name in config else {}
+    return given
+
+
 def read_text_section(
     config: Mapping[str, Any],
     model_type: str,

@@ -153,7 +153,7 @@ class Model(BiasedRoutingModel):
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> LatentAttention:
         """Return latent attention with sinks and a gate."""
-        return LatentAttention(self.config, dtype, has_sinks=True, is_gated=True)
+        return LatentAttention(self.config, dtype, has_sinks=True, gates=self.config.v_head_dim)
 
     def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[View | None]) -> Tensor:
         """Return the sum of the streams after the last layer, [U, S, H]."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from neuron_moe.checkpoint import Rule, WeightMap, first_of
 from neuron_moe.latent import Latent
@@ -47,15 +46,14 @@ class BoundedDelta(KimiDeltaAttention):
     Args:
         config: sizes.
         dtype: of the projections; the rest is float32, as published.
-
-    Attributes:
-        bound: of the decay's logarithm; None: there is none.
     """
+
+    whole = ("f_a_proj",)
 
     def __init__(self, config: KimiK3Config, dtype: torch.dtype) -> None:
         sizes = config.delta
         super().__init__(sizes, config.rms_norm_eps, dtype)
-        self.bound = config.gate_lower_bound
+        self.lowest_decay = config.gate_lower_bound
         del self.g_a_proj, self.g_b_proj
         width = sizes.num_key_heads * sizes.key_size
         self.g_proj = nn.Linear(sizes.hidden_size, width, bias=False, dtype=dtype)
@@ -63,17 +61,10 @@ class BoundedDelta(KimiDeltaAttention):
         for name in EXACT:
             setattr(self, name, nn.Parameter(getattr(self, name).float()))
 
-    def log_decay(self, step_USND: Tensor) -> Tensor:
-        """Return the logarithm of how much of each number of a key stays, [U, S, N, D]."""
-        speed_N1 = self.A_log.exp().unsqueeze(-1)
-        if self.bound is None:
-            return -speed_N1 * F.softplus(step_USND)
-        return self.bound * (speed_N1 * step_USND).sigmoid()
-
-    def gate(self, hidden_USH: Tensor) -> Tensor:
-        """Return what a sigmoid makes the gates of, [U, S, N * D]."""
-        logits: Tensor = self.g_proj(hidden_USH)
-        return logits
+    def gates(self, hidden_USH: Tensor) -> Tensor:
+        """Return the logits of the gates of what is answered, [U, S, N * V]."""
+        made: Tensor = self.g_proj(hidden_USH)
+        return made
 
 
 class Model(DecoderModel):
@@ -99,7 +90,7 @@ class Model(DecoderModel):
         """Return the attention of a layer."""
         config = self.config
         if config.layer_types[layer] == "full_attention":
-            return PlainLatentAttention(config, dtype, is_gated=True)
+            return PlainLatentAttention(config, dtype, gates=config.v_head_dim)
         return BoundedDelta(config, dtype)
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:

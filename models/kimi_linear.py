@@ -19,7 +19,7 @@ from neuron_moe.models.biased_routing import BiasedRoutingModel
 from neuron_moe.models.decoder import Tokens, check_layer_types
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention, latent_names
 from neuron_moe.models.delta_net import DeltaNetSizes
-from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.hf_config import ConfigReader, respell
 from neuron_moe.models.kimi_delta import KimiDeltaAttention, delta_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
@@ -97,16 +97,8 @@ def open_config(config: Mapping[str, Any], *ignored: str) -> ConfigReader:
     Raises:
         ValueError: a contradictory key, or a variant nobody published.
     """
-    theirs = set(NAMES.values())
-    given = {key: value for key, value in config.items() if key not in theirs}
-    for ours, name in NAMES.items():
-        if name in config and config.get(ours, config[name]) != config[name]:
-            raise ValueError(
-                f"{ours}={config[ours]!r}, {name}={config[name]!r}: must agree. Keep the last."
-            )
-        given |= {ours: config[name]} if name in config else {}
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    given["num_key_value_heads"] = heads
+    given = {**respell(config, NAMES), "num_key_value_heads": heads}
     reader = ConfigReader.of_family(given, "kimi_linear", *OTHER_KEYS, *ignored)
     reader.require("hidden_act", "silu")  # which linear attention reads too
     reader.require("tie_word_embeddings", False)  # transformers leaves them apart

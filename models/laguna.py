@@ -9,7 +9,7 @@ Source: transformers, `models/laguna/modular_laguna.py`; poolside/Laguna-XS.2.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ class LagunaConfig(TwoRopesConfig):
         gates_elements: each element of a head has a gate of its own.
     """
 
+    heads_key: ClassVar[str] = "num_attention_heads_per_layer"
     shared_expert_intermediate_size: int
     heads: tuple[int, ...]
     gates_elements: bool
@@ -76,7 +77,7 @@ class LagunaConfig(TwoRopesConfig):
             heads <= 0 or heads % self.num_key_value_heads for heads in self.heads
         ):
             raise ValueError(
-                f"num_attention_heads_per_layer={list(self.heads)}: must name num_hidden_layers="
+                f"{self.heads_key}={list(self.heads)}: must name num_hidden_layers="
                 f"{self.num_hidden_layers} layers, each a multiple of num_key_value_heads="
                 f"{self.num_key_value_heads}. Correct config.json."
             )
@@ -138,10 +139,14 @@ class Attention(TurnedAttention):
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         mixed = self.mix(self.project(hidden_USH), tokens, view)
-        gate = F.softplus(self.q_gate_proj(hidden_USH).float()).to(mixed.dtype)
+        gate = self.gate(self.q_gate_proj(hidden_USH).float()).to(mixed.dtype)
         gated = mixed.reshape(*gate.shape, -1) * gate.unsqueeze(-1)
         out_USH: Tensor = self.o_proj(gated.flatten(-2))
         return out_USH
+
+    def gate(self, logits: Tensor) -> Tensor:
+        """Return what multiplies heads, or elements of heads."""
+        return F.softplus(logits)
 
 
 class Model(TwoRopesModel):

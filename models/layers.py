@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from neuron_moe.activations import activate_parts, activation_of
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.latent import Latent
+from neuron_moe.models.weight_rules import limit_before_silu
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
-from neuron_moe.spec import ExpertFormula, ExpertSpec, RouterFormula, RouterSpec, SharedSpec
+from neuron_moe.spec import (
+    ExpertFormula,
+    ExpertSpec,
+    RouterFormula,
+    RouterSpec,
+    SharedSpec,
+    limits,
+)
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -87,6 +95,19 @@ class GatedMLP(nn.Module):
 def gated(hidden_act: str) -> ExpertFormula:
     """Return the formula act(gate) * up of an activation as config.json names it."""
     return ExpertFormula(activation_of(hidden_act))
+
+
+def clamped_silu(limit: float, *, is_before: bool = False) -> ExpertFormula:
+    """Return min(silu(gate), limit) * up, up within `limit` of 0; a limit of 0 clamps nothing.
+
+    Args:
+        limit: not below 0.
+        is_before: silu(min(gate, limit)) stands in place of min(silu(gate), limit).
+    """
+    if not limit:
+        return gated("silu")
+    highest = limit if is_before else limit_before_silu(limit)
+    return ExpertFormula(gate_limits=limits(None, highest), up_limits=limits(-limit, limit))
 
 
 def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:

@@ -21,7 +21,7 @@ from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, find_model_file, read_config
 from neuron_moe.router import Router
 
-_HEAD = "lm_head.weight"
+_HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -103,8 +103,9 @@ class LayerwiseModel:
         norm = self._fill(self._model.norm, "norm.")
         is_tied = self._model.config.tie_word_embeddings
         ((_, weight_VH),) = self._read(_EMBEDDING if is_tied else _HEAD).items()
+        bias_V = self._read(_HEAD_BIAS).get(_HEAD_BIAS)
         with torch.inference_mode():
-            return nn.functional.linear(norm(hidden_USH), weight_VH)
+            return nn.functional.linear(norm(hidden_USH), weight_VH, bias_V)
 
     def _read(self, prefix: str) -> dict[str, Tensor]:
         """Read the parameters whose names begin so."""

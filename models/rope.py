@@ -22,6 +22,8 @@ from neuron_moe.models.hf_config import ConfigReader
 KINDS = ("default", "linear", "yarn", "llama3")
 # Of Gemma 4 alone, whose reader asks for it: what is rotated lies in both halves of a head.
 PROPORTIONAL = "proportional"
+# Of Phi-3.5-MoE alone, whose reader asks for it, up to the original context.
+LONGROPE = "longrope"
 # Stretches the embedding beyond max_position_embeddings alone, which no sequence here exceeds.
 _DYNAMIC = "dynamic"
 
@@ -43,6 +45,7 @@ class RopeConfig:
         low_freq_factor: rotations over the original context below which a frequency is divided.
         high_freq_factor: rotations above which it is kept.
         is_interleaved: pairs are neighbours, (2i, 2i + 1), not (i, i + D / 2).
+        divisors: one for each frequency, where the kind is LONGROPE.
         part: of each head that is rotated, from its front, or of each half of it where the kind is
             PROPORTIONAL; the rest is left as it is.
     """
@@ -61,14 +64,15 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     is_interleaved: bool = False
     part: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind != PROPORTIONAL:
+        if self.kind not in (PROPORTIONAL, LONGROPE):
             _check_kind(self.kind)
         if not 1 < self.theta < math.inf:
             raise ValueError(f"rope_theta={self.theta}: must be larger than 1. Correct it.")
         has_context = (
-            self.kind in ("default", "linear", PROPORTIONAL)
+            self.kind in ("default", "linear", PROPORTIONAL, LONGROPE)
             or self.original_max_position_embeddings > 0
         )
         if not 1 <= self.factor < math.inf or not has_context:
@@ -219,6 +223,9 @@ def rope_frequencies(
         rotated = int(config.part * head_size // 2)
         is_rotated_d = torch.arange(head_size // 2, device=device) < rotated
         return is_rotated_d / wavelength_d / config.factor, 1.0
+    if config.kind == LONGROPE:
+        divisor_d = torch.tensor(config.divisors, device=device)
+        return 1.0 / (divisor_d * wavelength_d), _attention_factor(config)
     if config.kind == "llama3":
         return _llama3_frequencies(config, 1.0 / wavelength_d), 1.0
     low, high = _blend_range(config, head_size)

@@ -407,7 +407,7 @@ class MoE(PlannedModule):
         spec = self.router.spec
         if spec.table_size:
             routing = self.router(own_TH, token_ids=own.token_ids)
-        elif plan is None:
+        elif plan is None or spec.why_torch:
             routing = self.router(own_TH)
         else:
             own_TH, routing = plan.enter(own_TH)
@@ -523,9 +523,8 @@ class MoE(PlannedModule):
         experts = self.expert_mlps
         return replace(
             experts.parts(step.phase, forms),
-            # Where a table chooses, torch routes, and back ends plan experts on their own.
-            router=None if self.router.spec.table_size else self.router,
-            norm=None if self.router.spec.table_size else self.rmsnorm,
+            router=None if self.router.spec.why_torch else self.router,
+            norm=None if self.router.spec.why_torch else self.rmsnorm,
             shared=self.shared_experts,
             returns_routing=self.return_expert_index or experts.expert_load_E is not None,
             why_apart=self._why_apart(step),
@@ -539,7 +538,7 @@ class MoE(PlannedModule):
         """Return a sentence for each part that torch computes whatever the back end."""
         spec, latent = self.router.spec, self.latent
         told = (
-            (spec.table_size, "router: torch, which looks up a table of token ids"),
+            (spec.why_torch, f"router: torch, which {spec.why_torch}"),
             (spec.num_identity, f"{spec.num_identity} identity experts: torch, behind the others"),
             (latent is not None, "latents of the experts: torch projects into and out of them"),
         )

@@ -11,6 +11,7 @@ of weights and hidden states; float64 hidden states are routed in float64.
 | DeepSeek-V3, GLM, Kimi | sigmoid | score + bias, in expert groups | score | / sum of k, x scale |
 | DeepSeek-V4 | sqrt(softplus) | score + bias, or a table of token ids | score | the same |
 | LongCat | softmax over all, identities too | score + bias | probability | x scale |
+| Phi-3.5 | sparsemixer | logits | see `mix_sparsely` | |
 
 Axes: T tokens, E experts, K experts per token, H hidden, G expert groups.
 """
@@ -110,6 +111,33 @@ def route(
     if formula.routed_scaling_factor != 1.0:
         affinities_TK = affinities_TK * formula.routed_scaling_factor
     return Routing(logits_TE, affinities_TK, index_TK.detach().to(torch.int32))
+
+
+def mix_sparsely(
+    router_logits_TE: Tensor, jitter: float, *, forced_index_TK: Tensor | None = None
+) -> Routing:
+    """Choose the two experts of the highest logits, and weigh each by a softmax of its own.
+
+    A softmax is over the experts that are left and whose logit l lies near the highest m of them:
+    (m - l) / max(|l|, m) <= 2 * jitter. Source: arXiv 2409.12136, for inference.
+
+    Args:
+        router_logits_TE: [T, E] any float dtype; computed in float32.
+        jitter: not below 0.
+        forced_index_TK: [T, 2] int64 experts to choose whatever the logits.
+    """
+    logits_TE = left_TE = at_least_float32(router_logits_TE)
+    index_TK = forced_index_TK
+    if index_TK is None:
+        _, index_TK = top_k_lowest_first(logits_TE, 2)
+    affinities = []
+    for index_T1 in (index_TK[:, :1], index_TK[:, 1:]):
+        highest_T1 = left_TE.amax(1, keepdim=True)
+        share_TE = (highest_T1 - logits_TE) / logits_TE.abs().maximum(highest_T1)
+        near_TE = left_TE.masked_fill(share_TE > 2 * jitter, -torch.inf)
+        affinities.append(near_TE.softmax(1).gather(1, index_T1))
+        left_TE = left_TE.scatter(1, index_T1, -torch.inf)
+    return Routing(logits_TE, torch.cat(affinities, dim=1), index_TK.detach().to(torch.int32))
 
 
 def selection_scores(
@@ -301,10 +329,22 @@ class Router(nn.Module):
                     f" must be one for each of the {logits_TE.shape[0]} tokens. Pass token_ids."
                 )
             forced_TK = self.expert_table[token_ids.reshape(-1).long()]
+        if self.spec.mixer_jitter is not None:
+            return self._mix(logits_TE, forced_TK)
         found = route(
             logits_TE, self.spec.formula, self.e_score_correction_bias, forced_index_TK=forced_TK
         )
         return found if self.expert_table is None else _join_repeated(found)
+
+    def _mix(self, logits_TE: Tensor, forced_TK: Tensor | None) -> Routing:
+        """Route by sparsemixer, for inference."""
+        jitter = self.spec.mixer_jitter
+        if self.training:
+            raise ValueError(
+                f"mixer_jitter={jitter}: sparsemixer trains by sampling, which is not implemented."
+                " Call eval() of the model."
+            )
+        return mix_sparsely(logits_TE, jitter or 0.0, forced_index_TK=forced_TK)
 
     def choose(self, logits_TE: Tensor) -> Tensor | None:
         """Return [T, K] int64 experts that are taken whatever the scores, or None."""

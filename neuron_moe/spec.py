@@ -84,6 +84,9 @@ class RouterSpec:
         num_identity: Z further classes behind the experts, which give a token itself (LongCat).
         table_size: V, if a table [V, K] of token ids chooses the experts, which scores weigh
             (DeepSeek-V4's first layers); 0 if scores choose.
+        mixer_jitter: e, if two experts are chosen and weighed by sparsemixer (Phi-3.5): each by a
+            softmax over what is left and lies no more than a share of 2 e below the highest
+            logit; None if not.
 
     Raises:
         ValueError: a size or a term of the formula out of range.
@@ -94,6 +97,7 @@ class RouterSpec:
     formula: RouterFormula
     num_identity: int = 0
     table_size: int = 0
+    mixer_jitter: float | None = None
 
     def __post_init__(self) -> None:
         formula = self.formula
@@ -108,6 +112,8 @@ class RouterSpec:
                 f"table_size={self.table_size}: a table chooses among experts, so selection bias,"
                 " groups, act_over_topk and identities do not apply. Drop one of them."
             )
+        if self.mixer_jitter is not None:
+            self._check_mixer()
         check_positive_int("hidden_size", self.hidden_size)
         check_choice("act_fn", formula.act_fn, ROUTER_ACTIVATIONS)
         check_bools(formula, ("act_over_topk", "has_bias", "has_selection_bias", "renormalize"))
@@ -119,6 +125,24 @@ class RouterSpec:
                 " groups (which rank scores) do not apply. Drop one of them."
             )
         self._check_groups()
+
+    @property
+    def why_torch(self) -> str:
+        """Why torch routes whatever the back end, which plans experts on their own; '' if not."""
+        if self.table_size:
+            return "looks up a table of token ids"
+        return "" if self.mixer_jitter is None else "computes sparsemixer, which no kernel has"
+
+    def _check_mixer(self) -> None:
+        jitter = self.mixer_jitter or 0.0
+        check_finite("mixer_jitter", jitter)
+        is_plain = self.formula == RouterFormula(top_k=2)
+        if not is_plain or self.num_identity or self.table_size or jitter < 0:
+            raise ValueError(
+                f"mixer_jitter={self.mixer_jitter}, formula={self.formula}: sparsemixer chooses two"
+                " experts by their logits, and weighs them by a formula of its own. Use"
+                " RouterFormula(top_k=2), no identities or table, and a jitter of at least 0."
+            )
 
     def _check_groups(self) -> None:
         formula = self.formula

@@ -6,6 +6,7 @@ word between ranks; what comes out of them is summed once. Nothing in a graph de
 Letters: n ranks, H hidden, V vocabulary, D head size.
 """
 
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -88,11 +89,12 @@ class VocabularyHead(nn.Module):
     def __init__(self, linear: nn.Linear, group: Collectives, vocab_size: int) -> None:
         super().__init__()
         self.gathers = True
-        self.group, self.weight, self.vocab_size = group, linear.weight, vocab_size
+        self.group, self.vocab_size = group, vocab_size
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [.., V] of hidden states [.., H]."""
-        own = functional.linear(hidden, self.weight)
+        own = functional.linear(hidden, self.weight, self.bias)
         if not self.gathers:
             return own
         return gather_columns(self.group, own)[..., : self.vocab_size]
@@ -178,13 +180,20 @@ def _cut_parameters(model: DecoderModel, split: DenseSplit) -> dict[str, Part]:
         if isinstance(module, GroupedAttention) and module.norms == "jointly"
         for which in "qk"
     }
+    # Layers may have query heads of their own number.
+    splits = {
+        path: replace(split, heads=module.core_sizes(1).query_heads)
+        for path, module in model.named_modules()
+        if isinstance(module, GroupedAttention)
+    }
     parts = {}
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
+        own = splits.get(path) or splits.get(path.rpartition(".")[0], split)
         for leaf, whole in list(module.named_parameters(recurse=False)):
             name = f"{path}.{leaf}"
-            part = split.part(alike.get(name, name), whole.shape)
+            part = own.part(alike.get(name, name), whole.shape)
             if part is not None:
                 parts[name] = part
                 shape = [len(indices) for indices in part.selection(whole.shape)]

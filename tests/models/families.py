@@ -1,6 +1,7 @@
 """Tiny random checkpoints of every family but GPT-OSS, written by transformers."""
 
 import contextlib
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,19 @@ from transformers import (
 with contextlib.suppress(ImportError):  # of parts that transformers has not yet
     import tests.models.kimi_k3_reference  # noqa: F401  registers it
 
-# A class that transformers has and does not look up.
+# Classes that transformers has and does not look up.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+if hasattr(transformers, "Step3p7Config"):
+    AutoModelForCausalLM.register(
+        transformers.Step3p7Config, transformers.Step3p7ForConditionalGeneration, exist_ok=True
+    )
+# Of text models that it has beside a vision tower only: the whole model.
+WHOLE: dict[str, dict[str, Any]] = {
+    "step3p5": {
+        "model_type": "step3p7",
+        "vision_config": {"width": 32, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14},
+    }
+}
 
 # Small weights would give logits that tie; 0.2 keeps greedy tokens apart.
 COMMON = {
@@ -783,6 +795,46 @@ FAMILIES |= {
         is_saved_alike=False,
     ),
 }
+STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_router_scaling_factor": 3.0,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "num_sliding_attention_heads": 6,
+    "swiglu_limits": [0, None, 0.5, 0.3],
+    "swiglu_limits_shared": [0.7, 0.0, 0.4, 0.6],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {
+            **LLAMA3_ROPE,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+FAMILIES |= {
+    "step3p5": Family("step3p5", STEP, variant=None),
+    "step3p5-biases": Family(
+        "step3p5",
+        {
+            **STEP,
+            "attention_bias": True,
+            "moe_router_scaling_factor": 1.0,
+            "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"],
+            "num_sliding_attention_heads": 2,
+            "rope_parameters": LEFT_OUT,
+            "swiglu_limits": None,
+        },
+        variant=None,
+    ),
+}
 KIMI_LINEAR: dict[str, Any] = {
     "head_dim": LEFT_OUT,
     "num_key_value_heads": 4,
@@ -962,10 +1014,73 @@ FAMILIES |= {
         is_saved_alike=False,
     ),
 }
+LING: dict[str, Any] = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": None,
+}
+FAMILIES |= {
+    "bailing_hybrid": Family("bailing_hybrid", LING, variant="transformers"),
+    "bailing_hybrid-unbounded": Family(
+        "bailing_hybrid",
+        {
+            **LING,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "layer_group_size": 2,
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "kda_safe_gate": False,
+            "short_conv_kernel_size": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+        variant="transformers",
+    ),
+}
+PHI: dict[str, Any] = {"intermediate_size": 32, "num_local_experts": 8, "router_jitter_noise": 0.4}
+FAMILIES |= {
+    "phimoe": Family("phimoe", {**PHI, "attention_bias": True, "lm_head_bias": True}, variant=None),
+    "phimoe-longrope": Family(
+        "phimoe",
+        {
+            **PHI,
+            "sliding_window": 8,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
+                "long_factor": [2.0] * 8,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        variant=None,
+    ),
+}
 LONG = {  # left to the long run
     "deepseek_v4-published-keys",
     *("lfm2_moe-biases", "laguna-elements", "mimo_v2_flash-groups"),
-    *("gemma4_text-values-untied", "kimi_linear-groups"),
+    *("gemma4_text-values-untied", "kimi_linear-groups", "step3p5-biases"),
+    *("bailing_hybrid-unbounded", "phimoe-longrope"),
 }
 SLOW = {
     "qwen3_5_moe-alternating",
@@ -1005,6 +1120,7 @@ def names(
 BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 EXACT = (*BIASES, "mlp.expert_bias", "A_log", "linear_attn.norm.weight")
 EXACT_OF = {  # a family
+    "bailing_hybrid": ("conv1d.weight", "dt_bias"),
     "deepseek_v4": ("sinks", "position_bias", "fn", "base", "scale"),
     "hy_v4": (
         *("sinks", "lm_head.weight", "_hc.fn", "_hc.base", "_hc.scale"),
@@ -1020,7 +1136,9 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
     Biases and norms are not left at their neutral values, so that leaving one out is seen.
     """
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**values)
+    if values["model_type"] in WHOLE:
+        values = {**WHOLE[values["model_type"]], "text_config": dict(values)}
+    config = AutoConfig.for_model(**copy.deepcopy(dict(values)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

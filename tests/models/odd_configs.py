@@ -35,11 +35,14 @@ BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
         *("dots1", "exaone_moe", "deepseek_v32", "glm_moe_dsa", "qwen3_next"),
         *("glm4_moe_lite", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"),
         *("flex_olmo", "afmoe", "mistral4", "lfm2_moe", "laguna", "mimo_v2_flash", "gemma4_text"),
-        *("kimi_linear", "deepseek_v4", "hy_v4", "kimi_k3"),
+        *("kimi_linear", "deepseek_v4", "hy_v4", "kimi_k3", "step3p5", "bailing_hybrid", "phimoe"),
     )
 }
 BASES["laguna"].pop("num_attention_heads_per_layer")  # of three layers
 BASES["deepseek_v4"].pop("mlp_layer_types")
+for _key in ("mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):  # of four
+    BASES["step3p5"].pop(_key)
+BASES["step3p5"].pop("num_sliding_attention_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = (
     "num_experts_per_tok",
@@ -111,7 +114,9 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "kimi_k3": ("one-expert", "one-kv-head", "one-layer", "five-layers"),
     **dict.fromkeys(("dots1", "exaone_moe"), ("one-expert",)),
     **dict.fromkeys((*OLMO, *GRANITE), ("one-kv-head",)),
+    "bailing_hybrid": ("one-expert", "one-kv-head", "no-head-dim"),
     "hunyuan_v1_moe": ("no-head-dim",),
+    "phimoe": (*(each for each in ROPES if each != "theta"), "one-expert"),
     "qwen2_moe": ("one-kv-head", "biases", "no-biases"),
     "solar_open": ("one-expert",),
     "mistral4": (*("one-expert", "one-kv-head", "few-words", *ROPES),),
@@ -122,6 +127,7 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     # With a rotary section for each kind of layer, and the activation under another key.
     "gemma4_text": (*(*ROPES, "no-head-dim", "gelu", "gelu-tanh", "relu"),),
     "laguna": (*ROPES, "no-head-dim"),  # a section for each kind of layer
+    "step3p5": (*ROPES, "no-head-dim"),
     "mimo_v2_flash": (*ROPES, "no-head-dim", "one-expert", "one-kv-head", "all-kv-heads"),
     "deepseek_v4": ("no-head-dim", "one-kv-head"),
 }

@@ -49,6 +49,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "hy_v4-biases": {"mlp_layer_types": ["sparse", "dense"]},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear-groups": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -64,6 +65,19 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_experts_per_tok": 2,
     },
+    "step3p5": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts_per_tok": 2,
+        "swiglu_limits": [0, 0.5],
+        "swiglu_limits_shared": [0.7, 0.4],
+    },
+    "step3p5-biases": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts_per_tok": 2,
+        "swiglu_limits_shared": [0.7, 0.4],
+    },
     "minimax_m3_vl_text": {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse"],
@@ -76,6 +90,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
 APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash", "deepseek_v4-published-keys"}
 APART |= {"kimi_k3", "kimi_k3-groups"}
+APART |= {"phimoe", "phimoe-longrope"}
 # What a token's embedding says of its experts, and how loudly routers listen.
 SIGNAL, GAIN = 300.0, 0.5
 

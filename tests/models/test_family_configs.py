@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from neuron_moe.configs import load_config
 from neuron_moe.models.deepseek_v32 import Model
 from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import find_model_file
+from neuron_moe.models.phimoe import CONTEXT
+from neuron_moe.models.phimoe import Model as Phi
 from neuron_moe.models.sizes import GROUPS, count_active_parameters, count_parameters
 from neuron_moe.serving.options import check_servable
 from tests.models import published
@@ -44,6 +47,9 @@ PUBLISHED = (
     *("glm_4_5", "glm_4_5_air", "deepseek_v3", "kimi_k2", "minimax_m2"),
     *("ernie_4_5_21b_a3b", "dbrx", "qwen3_5_35b_a3b", "deepseek_v4_flash"),
 )
+
+
+PART = "partial_rotary_factor"
 
 
 def meta_model(name: str) -> Any:
@@ -145,6 +151,7 @@ def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> Non
         assert model.config.attn_temperature_tuning
 
 
+PHI_ROPE = FAMILIES["phimoe-longrope"].config()["rope_parameters"]
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-unknown": ("qwen3_moe", {"moe_intermediate": 3}, "unknown key moe_intermediate=3"),
     "qwen3-missing": ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
@@ -429,6 +436,100 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "the two spellings disagree",
     ),
     "v4-streams": ("deepseek_v4", {"hc_mult": 0}, "hc_mult=0: must be"),
+    "step-limits": (
+        "step3p5",
+        {"swiglu_limits": [7.0]},
+        r"swiglu_limits=\[7\.0\]: must be a list of",
+    ),
+    "step-limit": (
+        "step3p5",
+        {"swiglu_limits_shared": [0, 0, 0, -1.0]},
+        r"shared=\[0, 0, 0, -1\.0\]: must be a list of num_hidden_layers=4 limits, none below 0",
+    ),
+    "step-heads": (
+        "step3p5",
+        {"num_sliding_attention_heads": 5},
+        r"num_sliding_attention_heads: num_attention_heads=\[4, 5, 5, 4\]: must name num",
+    ),
+    "step-other-heads": (
+        "step3p5",
+        {"attention_other_setting": {"num_attention_groups": 4}},
+        "num_attention_groups=4: must be 2",
+    ),
+    "step-scale": ("step3p5", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar=8: must be 16"),
+    "step-gate": ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate=False"),
+    "step-act": ("step3p5", {"hidden_act": "gelu"}, "hidden_act='gelu': must be 'silu'"),
+    "step-layers": (
+        "step3p5",
+        {"mlp_layer_types": None, "moe_layers_enum": "4,x"},
+        "moe_layers_enum='4,x': must name layers below num_hidden_layers=4",
+    ),
+    "step-far-layers": (
+        "step3p5",
+        {"mlp_layer_types": None, "moe_layers_enum": [4]},
+        r"moe_layers_enum=\[4\]: must name layers below num_hidden_layers=4",
+    ),
+    "step-thetas": (
+        "step3p5",
+        {"rope_parameters": None, "rope_theta": [1e4, 1e4, 2e4, 1e4]},
+        "rope_theta=.*: must be the same in all layers of sliding_attention",
+    ),
+    "step-scaled": (
+        "step3p5",
+        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        r"yarn_only_types=None: must be \['full_attention'\]",
+    ),
+    "step-unrotated": ("step3p5", {"use_rope_layers": [1, 0, 1, 1]}, "use_rope_layers: must be em"),
+    "ling-group": (
+        "bailing_hybrid",
+        {"layer_types": None, "layer_group_size": 2},
+        "layer_group_size=2: must divide num_hidden_layers=3",
+    ),
+    "ling-limits": (
+        "bailing_hybrid",
+        {"expert_swiglu_limit_list": [4.0] * 2},
+        "limit_list=.*: must be a list of num_hidden_layers=3 limits",
+    ),
+    "ling-decay": ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound=0.5: must be bel"),
+    "ling-context": (
+        "bailing_hybrid",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "original_max_position_embeddings is missing",
+    ),
+    "ling-gate": (
+        "bailing_hybrid",
+        {"gated_attention_proj_granularity_type": "element_wise"},
+        "type='element_wise': must be 'head_wise'",
+    ),
+    "ling-latents": ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora=False: must be True"),
+    "ling-rotated": ("bailing_hybrid", {"rotary_dim": 4}, "rotary_dim=4: must be 8"),
+    "ling-shared": (
+        "bailing_hybrid",
+        {"moe_shared_expert_intermediate_size": 64},
+        "moe_shared_expert_intermediate_size=64: must be 32",
+    ),
+    "phimoe-chosen": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3: must be 2"),
+    "phimoe-jitter": ("phimoe", {"router_jitter_noise": -0.1}, "mixer_jitter=-0.1, formula="),
+    "phimoe-rope": (
+        "phimoe",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "rope_type='yarn': must be 'default' or 'longrope'",
+    ),
+    "phimoe-factors": (
+        "phimoe-longrope",
+        {"rope_parameters": {**PHI_ROPE, "short_factor": [1.0] * 7}},
+        "short_factor: must be a list of 8 numbers, half of head_dim=16, but has 7",
+    ),
+    "phimoe-factor": (
+        "phimoe-longrope",
+        {"rope_parameters": {**PHI_ROPE, "short_factor": 2.0}},
+        "short_factor=2.0: must be a list of positive numbers",
+    ),
+    "phimoe-mscale": (
+        "phimoe-longrope",
+        {"rope_parameters": {**PHI_ROPE, "short_mscale": None}},
+        "short_mscale is missing",
+    ),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
@@ -479,6 +580,65 @@ def test_deepseek_v4_is_read_as_published_and_as_transformers_writes_it() -> Non
     ]
 
 
+def test_ling_is_read_as_published_and_as_transformers_writes_it() -> None:
+    written = {"linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}
+    written |= {"num_expert_group": 4, "model_max_length": 512, "num_experts_per_token": 2}
+    written |= dict.fromkeys(("n_group", "num_experts_per_tok", "max_position_embeddings"))
+    written |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    published = {"rotary_dim": 8, "partial_rotary_factor": 0.5, "score_function": "sigmoid"}
+    published |= {"rope_parameters": {**written["rope_parameters"], PART: 0.5}, "seq_aux": True}
+    published |= {"layer_types": None, "layer_group_size": 3, "q_lora_rank": None}
+    published |= {"expert_swiglu_limit_list": None, "share_expert_swiglu_limit_list": [0, 0, 0]}
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    assert read("bailing_hybrid", published) == read(
+        "bailing_hybrid", {**written, "layer_types": kinds}
+    )
+    assert read("bailing_hybrid", {"kda_safe_gate": False}).lowest_decay is None
+
+
+def test_phi_is_read_up_to_the_context_of_its_short_frequencies() -> None:
+    written = read("phimoe-longrope", {})
+    assert written.max_position_embeddings == 256
+    published = {key: value for key, value in PHI_ROPE.items() if key != CONTEXT}
+    published["type"] = published.pop("rope_type")
+    changes = {"rope_parameters": None, "rope_scaling": published}
+    assert read("phimoe-longrope", changes) == written
+    with pytest.raises(ValueError, match="longer sequences have frequencies"):
+        check_servable(Phi(written), 257)
+
+
+def test_step_is_read_as_published_and_as_transformers_writes_it() -> None:
+    text = FAMILIES["step3p5"].config()
+    full = text["rope_parameters"]["full_attention"]
+    renamed = ("n_routed_experts", "num_experts_per_tok", "num_key_value_heads")
+    own = ("rope_parameters", "mlp_layer_types", "num_sliding_attention_heads")
+    thetas = [5e5, 1e4, 1e4, 5e5]
+    published = {
+        **dict.fromkeys((*renamed, *own)),
+        "moe_num_experts": 8,
+        "moe_top_k": 3,
+        "num_attention_groups": 2,
+        "moe_layers_enum": "1,2,3",
+        "norm_expert_weight": True,
+        "num_nextn_predict_layers": 2,
+        "rope_theta": [*thetas, 1e4, 1e4],
+        "layer_types": [*text["layer_types"], "sliding_attention", "sliding_attention"],
+        "swiglu_limits": [*text["swiglu_limits"], 0.0, 0.0],
+        "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0, 0.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0, 1.0],
+        "rope_scaling": {key: full[key] for key in full if key not in ("rope_theta", PART)},
+        "yarn_only_types": ["full_attention"],
+        "attention_other_setting": {"attention_type": "sliding_attention", "head_dim": 16}
+        | {"num_attention_heads": 6, "num_attention_groups": 2},
+    }
+    found = read("step3p5", published)
+    assert found.prediction_layers == (4, 5)
+    assert replace(found, prediction_layers=()) == read("step3p5", {})
+    tower = {"width": 32, "layers": 2, "heads": 2}
+    whole = {"model_type": "step3p7", "text_config": text, "vision_config": tower}
+    assert find_model_file("step3p7").Config.from_hf(whole).num_vision_layers == 2
+
+
 def test_the_part_of_a_head_that_minimax_turns_has_two_spellings() -> None:
     rope = {"rope_type": "default", "rope_theta": 5e6}
     published = read("minimax_m2", {"rope_parameters": rope, "rotary_dim": 8})
@@ -493,7 +653,11 @@ def read(name: str, changes: dict[str, Any]) -> Any:
         values = {"rms_norm_eps": 1e-6, **values}
     if name == "deepseek_v3":
         values = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, **values}
-    if "rope_parameters" not in values and name not in ("laguna", "gemma4_text"):
+    if (
+        "rope_parameters" not in values
+        and name not in ("laguna", "gemma4_text")
+        and name != "step3p5"
+    ):
         values["rope_theta"] = 1e4
     if name.startswith("llama4"):
         values = {"use_qk_norm": True, **values, **changes}

@@ -20,6 +20,7 @@ REFUSED = {
     ),
     *(("kimi_linear", change) for change in ("gelu", "gelu-tanh", "relu", "one-layer", "tied")),
     *(("kimi_k3", change) for change in ("gelu", "gelu-tanh", "relu", "biases")),
+    *(("bailing_hybrid", change) for change in ("gelu", "gelu-tanh", "relu", "tied")),
     *(("granitemoehybrid", change) for change in ("gelu", "gelu-tanh", "relu")),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE
@@ -30,6 +31,7 @@ REFUSED = {
     ("mimo_v2_flash", "one-layer"),
     *(("deepseek_v4", change) for change in ("tied", "all-kv-heads")),
     ("hy_v4", "one-layer"),
+    ("step3p5", "one-layer"),
 }
 FEW = {  # a change, and the family that it is tried with in the default run
     "tied": "gpt_oss",

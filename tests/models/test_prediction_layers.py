@@ -10,20 +10,22 @@ from safetensors.torch import load_file, save_file
 from neuron_moe.models.loader import load_model
 from tests.models.families import FAMILIES, write_checkpoint
 
+MODEL = "model.safetensors"
+STEP_HEAD = ("transformer.shared_head.norm", "transformer.shared_head.output")
 FRAME = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")
 
 
 def write(folder: Path, family: str, *, predictions: int) -> dict[str, torch.Tensor]:
     """Write a model of 3 layers and some that predict further tokens, each a copy of layer 2."""
     write_checkpoint(FAMILIES[family].config(), folder, seed=2)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / MODEL)
     last = {key: value for key, value in tensors.items() if key.startswith("model.layers.2.")}
     for layer in range(3, 3 + predictions):
         block = f"model.layers.{layer}."
         for key, value in last.items():
             tensors[key.replace("model.layers.2.", block)] = value.clone()
         tensors |= {f"{block}{name}.weight": torch.ones(4, 4) for name in FRAME}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / MODEL)
     return tensors
 
 
@@ -53,11 +55,11 @@ def test_declared_layers_are_left_out_whether_they_are_there_or_not(
 
 def test_mimos_layers_that_predict_are_left_out(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["mimo_v2_flash"].config(), tmp_path, seed=2)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / MODEL)
     block = "model.mtp.layers.0."
     tensors |= {f"{block}{name}.weight": torch.ones(4, 4) for name in ("enorm", "eh_proj")}
     tensors[block + "self_attn.attention_sink_bias"] = torch.ones(4)
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / MODEL)
     assert len(load_model(tmp_path).layers) == 3
 
 
@@ -74,6 +76,22 @@ def test_layers_of_hy4_that_predict_are_left_out(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     declare(tmp_path, layers=3, predictions=1)
     assert len(load_model(tmp_path).layers) == 3
+
+
+def test_steps_layers_that_predict_and_its_vision_tower_are_left_out(tmp_path: Path) -> None:
+    write_checkpoint(FAMILIES["step3p5"].config(), tmp_path, seed=2)
+    tensors = load_file(tmp_path / MODEL)
+    block = "model.layers.4."
+    dense = {key: value for key, value in tensors.items() if key.startswith("model.layers.0.")}
+    tensors |= {key.replace("model.layers.0.", block): value for key, value in dense.items()}
+    frame = ("enorm", "hnorm", "eh_proj", *STEP_HEAD)
+    tensors |= {f"{block}{name}.weight": torch.ones(4, 4) for name in frame}
+    save_file({key: value.clone() for key, value in tensors.items()}, tmp_path / MODEL)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert any(key.startswith("vision_model.") for key in tensors)
+    assert len(load_model(tmp_path).layers) == 4
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -20,6 +20,7 @@ from transformers.models.longcat_flash import modeling_longcat_flash as longcat
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as minimax
 from transformers.models.mistral4 import modeling_mistral4 as mistral
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.phimoe import modeling_phimoe as phimoe
 from transformers.models.step3p7 import modeling_step3p7 as step
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
@@ -272,6 +273,13 @@ def mistral4() -> Layer:
     return Layer(router, ExpertFormula(), theirs, renamed({}))
 
 
+def phi_3_5() -> Layer:
+    config = {**SIZES, "num_experts_per_tok": 2, "router_jitter_noise": 0.3}
+    theirs = phimoe.PhimoeSparseMoeBlock(SimpleNamespace(**config, input_jitter_noise=0.0)).eval()
+    names = renamed({"router": "router.linear_router"})
+    return Layer(RouterFormula(2), ExpertFormula(), theirs, names, spec={"mixer_jitter": 0.3})
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     "deepseek-v4": lambda: deepseek_v4("moe"),
     "deepseek-v4-hash": lambda: deepseek_v4("hash_moe"),
@@ -284,6 +292,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "minimax-m3": minimax_m3,
     "step-3.7": step3p7,
     "mistral4": mistral4,
+    "phi-3.5": phi_3_5,
 }
 
 
@@ -361,10 +370,13 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
         truth = expected[:, : tokens.shape[1]].double()
         assert (found - truth).norm() < 2e-2 * truth.norm()
     told = str(ours.explain("decode", 2))
-    for part in ("a table of token ids", "identity experts", "latents"):
-        is_there = layer.spec.get("table_size"), layer.spec.get("num_identity"), layer.latent
-        parts = ("a table of token ids", "identity experts", "latents")
-        assert (part in told) == bool(is_there[parts.index(part)])
+    for part, is_there in (
+        ("a table of token ids", layer.spec.get("table_size")),
+        ("identity experts", layer.spec.get("num_identity")),
+        ("router: torch, which computes sparsemixer", layer.spec.get("mixer_jitter")),
+        ("latents", layer.latent),
+    ):
+        assert (part in told) == bool(is_there)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +401,11 @@ def test_terms_that_contradict_each_other_are_refused_by_name() -> None:
     formula = RouterFormula(top_k=2, has_selection_bias=True)
     with pytest.raises(ValueError, match="table_size=9: a table chooses"):
         RouterSpec(num_experts=8, hidden_size=H, formula=formula, table_size=9)
+    with pytest.raises(ValueError, match=r"mixer_jitter=0.1, .*: sparsemixer chooses two experts"):
+        RouterSpec(num_experts=8, hidden_size=H, formula=formula, mixer_jitter=0.1)
+    mixer = RouterSpec(num_experts=8, hidden_size=H, formula=RouterFormula(2), mixer_jitter=0.1)
+    with pytest.raises(ValueError, match=r"mixer_jitter=0.1: sparsemixer trains by sampling"):
+        Router(mixer)(torch.zeros(3, H))
     with pytest.raises(ValueError, match="num_identity=-1: must be a whole number"):
         RouterSpec(num_experts=8, hidden_size=H, formula=formula, num_identity=-1)
     with pytest.raises(ValueError, match="gate_softcap=4: caps a gate"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import load_model, read_config
@@ -69,6 +70,8 @@ OTHERS = (
     "mimo_v2_flash",
     "gemma4_text",
     "hy_v4",
+    "step3p5",
+    "phimoe",
 )
 # With layers that keep a state of each sequence.
 RECURRENT = (
@@ -80,6 +83,7 @@ RECURRENT = (
     "kimi_linear",
     "kimi_k3",
 )
+UNKNOWN_TO_VLLM = ("bailing_hybrid",)  # to the transformers that its wheel asks for
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
@@ -101,9 +105,39 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
             sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
             config = FAMILIES[name].config(**sizes | OWN_SIZES.get(name.partition("-")[0], {}))
             write_checkpoint(config, made[name], seed=len(name))
+            if name == "step3p5":
+                _publish(made[name])
         return made[name]
 
     return make
+
+
+def _publish(folder: Path) -> None:
+    """Make a checkpoint of Step-3.7 one of Step-3.5: of text alone, with lists by layer.
+
+    Of the class that transformers has, vLLM asks the number of heads, which differs by layer.
+    """
+    text = read_config(folder)["text_config"]
+    kinds, ropes = text["layer_types"], text.pop("rope_parameters")
+    own = "rope_theta", "partial_rotary_factor"
+    sparse = [str(layer) for layer, kind in enumerate(text["mlp_layer_types"]) if kind == "sparse"]
+    text |= {
+        "rope_theta": [ropes[kind]["rope_theta"] for kind in kinds],
+        "partial_rotary_factors": [ropes[kind].get(own[1], 1.0) for kind in kinds],
+        "rope_scaling": {k: v for k, v in ropes["full_attention"].items() if k not in own},
+        "yarn_only_types": ["full_attention"],
+        "attention_other_setting": {"num_attention_heads": text["num_sliding_attention_heads"]},
+        "moe_layers_enum": ",".join(sparse),
+        "moe_num_experts": text.pop("n_routed_experts"),
+        "moe_top_k": text.pop("num_experts_per_tok"),
+        "num_attention_groups": text.pop("num_key_value_heads"),
+    }
+    for key in ("mlp_layer_types", "num_sliding_attention_heads", "per_layer_config"):
+        del text[key]
+    (folder / "config.json").write_text(json.dumps(text))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {key: value.clone() for key, value in tensors.items() if not key.startswith("vi")}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:

@@ -107,6 +107,7 @@ def _serve(folder: Path, size: int, ep_degree: int, captures: bool = False) -> l
                 "dbrx",
                 "qwen3_5_moe",
                 "qwen3_next",
+                "phimoe",
             )
         ),
     ],
@@ -131,6 +132,8 @@ def test_four_ranks_whose_axes_do_not_divide_give_the_same_tokens(
                 "qwen3_5_moe",
                 "llama4-maverick",
                 "glm4_moe",
+                "step3p5",
+                "laguna",
             )
         ),
     ],

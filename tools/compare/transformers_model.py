@@ -44,20 +44,24 @@ class TransformersModel:
         self._folder, self._dtype = folder, dtype
         transformers: Any = importlib.import_module("transformers")
         with quiet():
-            self._config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._config = self._config.get_text_config(decoder=True)
-        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+            whole = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        self._config = text = whole.get_text_config(decoder=True)
+        auto = transformers.models.auto.modeling_auto
+        known = auto.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(text) not in known and type(whole) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            self._config, known = whole, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if type(self._config) not in known:
             raise ValueError(
                 f"reference=transformers: version {transformers.__version__} has no model for"
                 f" model_type={self._config.model_type}. Install a newer one, or pass a folder."
             )
         self._class: Any = known[type(self._config)]
+        self._num_layers = int(text.num_hidden_layers)
 
     @property
     def num_layers(self) -> int:
         """How many layers there are."""
-        return int(self._config.num_hidden_layers)
+        return self._num_layers
 
     def embed(self, input_ids_US: Tensor) -> Tensor:
         """Return the residual stream before the first layer, [U, S, H]."""
@@ -120,9 +124,11 @@ class TransformersModel:
 
 def _decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """Return the part of a model with its list of layers, and the list."""
+    named = dict(model.named_modules())
+    text = next((named[name] for name in named if name.endswith("language_model")), model)
     lists = (
         (owner, child)
-        for owner in model.modules()
+        for owner in text.modules()
         for child in owner.children()
         if isinstance(child, nn.ModuleList)
     )

@@ -36,7 +36,7 @@ class NkiBackend:
     def check(self, experts: ExpertSpec, router: RouterSpec) -> None:
         """Raise ValueError for formulas, and numbers of experts, that no kernel has."""
         check_formula(experts.formula)
-        if not router.table_size:
+        if not router.why_torch:
             check_router_formula(router.formula, router.num_classes)
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
