@@ -43,13 +43,13 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def typical_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square error of the median sequence.
+    """Root mean square error of the median token.
 
     Where two logits of a router are nearer than roundings, either side may take another expert, and
-    the error of that sequence says nothing of how it computes.
+    the error of that token says nothing of how it computes.
     """
-    per_sequence = (actual.float() - exact).square().mean((1, 2)).sqrt()
-    return float(per_sequence.median())
+    per_token = (actual.float() - exact).square().mean(-1).sqrt()
+    return float(per_token.median())
 
 
 def reference_tokens(reference: Any, prompts: list[list[int]]) -> list[list[int]]:

@@ -61,8 +61,18 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_attention_heads_per_layer": [4, 6],
         "num_experts_per_tok": 2,
     },
+    "laguna-elements": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense"],
+        "num_experts_per_tok": 2,
+    },
     "mimo_v2_flash": {
         "layer_types": ["full_attention", "sliding_attention"],
+        "num_experts_per_tok": 2,
+    },
+    "mimo_v2_flash-groups": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense"],
         "num_experts_per_tok": 2,
     },
     "step3p5": {
@@ -89,8 +99,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 # Whose layers are no launch each; tests/neuron_moe/test_new_formulas.py has theirs.
 APART = {"nemotron_h", "nemotron_h-nano", "longcat_flash", "deepseek_v4-published-keys"}
-APART |= {"kimi_k3", "kimi_k3-groups"}
-APART |= {"phimoe", "phimoe-longrope"}
+APART |= {"kimi_k3", "kimi_k3-groups", "phimoe", "phimoe-longrope"}
 # What a token's embedding says of its experts, and how loudly routers listen.
 SIGNAL, GAIN = 300.0, 0.5
 
