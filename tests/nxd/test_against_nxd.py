@@ -91,6 +91,24 @@ def test_nxdis_models_give_their_own_tokens_with_our_layer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed_inference") is None,
+    reason="NxDI cannot be imported",
+)
+@pytest.mark.skipif(
+    not importlib.metadata.version("transformers").startswith("4."),
+    reason="NxDI needs transformers 4",
+)
+def test_nxds_quantised_layer_and_ours_give_the_same() -> None:
+    found = run("quantized")
+    assert found["rows"] >= 500
+    assert found["wrong"] == 0
+    assert found["against"]["NxD"] >= 150
+    assert found["largest"]["layers"] <= 1e-5
+    assert found["largest"]["models"] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
     importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
 )
 @pytest.mark.parametrize("backend", ["torch", "nki"])
