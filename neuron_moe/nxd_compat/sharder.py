@@ -50,11 +50,10 @@ def expert_cuts(experts: Experts) -> Iterator[tuple[nn.Module, str, Cut]]:
     yield experts.first, "bias", Cut(1, halves)
     yield experts.down_proj, "weight", Cut(1)
     yield experts.down_proj, "bias", Cut(None)
-    for linear, stride in ((experts.first, halves), (experts.down_proj, None)):
+    for linear, cut in ((experts.first, Cut(2, halves)), (experts.down_proj, Cut(None))):
         if isinstance(linear, QuantizedExpertLinear):
-            is_cut = stride is not None and linear.scheme != PER_TENSOR
-            dim = 2 if is_cut else None
-            yield linear, "scale", Cut(dim, stride or 1, linear.scheme == BY_EXPERT)
+            dim = None if linear.scheme == PER_TENSOR else cut.dim
+            yield linear, "scale", Cut(dim, cut.stride, linear.scheme == BY_EXPERT)
 
 
 def shared_cuts(shared: SharedExperts) -> Iterator[tuple[nn.Module, str, Cut]]:

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from neuron_moe import MoE
+from neuron_moe import ExpertMLPsV2, MoE
+from neuron_moe.backends.nki.prefill import _traced_terms
 from neuron_moe.errors import WeightError
 from neuron_moe.nxd_compat import initialize_moe_module
 from neuron_moe.nxd_compat.nxd import NXD_QUANTIZED
-from neuron_moe.nxd_compat.quantized import BY_EXPERT, PER_CHANNEL, PER_TENSOR
+from neuron_moe.nxd_compat.quantized import (
+    BY_EXPERT,
+    PER_CHANNEL,
+    PER_TENSOR,
+    QuantizedExpertLinear,
+)
 from neuron_moe.quantize import E4M3_NEURON, QuantizedWeight, dequantize_fp8, quantize_fp8
+from nki_kernels.common.weight_formats import bias_terms, three_terms
 from tests.neuron_moe.test_nxd_hazards import E, H, I, config, inference_config, layer, tokens
 
 Q_CONFIG = {"quantization_type": BY_EXPERT, "quantized_dtype": torch.float8_e4m3fn}
@@ -27,6 +34,14 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[type, Any]:
     vars(module)["DEFAULT_QUANT_MODULE_MAPPINGS"] = found
     monkeypatch.setitem(sys.modules, NXD_QUANTIZED, module)
     return found
+
+
+def prepare(built: MoE, state: dict[str, Tensor]) -> ExpertMLPsV2:
+    """Call the hook of NxD's sharder."""
+    experts = built.expert_mlps
+    assert isinstance(experts, ExpertMLPsV2)
+    experts.preshard_hook(dict(state), "expert_mlps.weight")
+    return experts
 
 
 def convert(built: MoE, table: dict[type, Any], **changes: Any) -> MoE:
@@ -117,7 +132,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(table: dict[type, Any]) -> No
     state, name = quantised(built_state()), f"{MATRICES[0]}weight"
     plain, built = layer(config()), convert(layer(config()), table)
     with pytest.raises(WeightError, match=f"{name}: .*not quantised"):
-        plain.expert_mlps.preshard_hook(dict(state), "expert_mlps.weight")
+        prepare(plain, state)
     loud = state[name].clone()
     loud.view(torch.uint8)[0, 0, 0] = 0x7E  # 448
     missing = {key: value for key, value in state.items() if not key.endswith("up_proj.scale")}
@@ -127,7 +142,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(table: dict[type, Any]) -> No
         (missing, "no scale"),
     ):
         with pytest.raises(WeightError, match=message):
-            built.expert_mlps.preshard_hook(dict(wrong), "expert_mlps.weight")
+            prepare(built, wrong)
 
 
 def test_nxds_sharder_finds_how_scales_are_cut(table: dict[type, Any]) -> None:
@@ -137,17 +152,30 @@ def test_nxds_sharder_finds_how_scales_are_cut(table: dict[type, Any]) -> None:
         (BY_EXPERT, 2, True),
     ):
         built = convert(layer(config()), table, quantization_type=scheme)
-        built.expert_mlps.preshard_hook(quantised(built_state(), scheme), "expert_mlps.weight")
-        op = built.expert_mlps.mlp_op
-        assert op.first.scale.partition_dim == dim
-        assert op.first.scale.tensor_model_parallel == (dim == 2)
-        assert op.first.scale.partition_stride == 2 if dim == 2 else True
-        assert not op.down_proj.scale.tensor_model_parallel
-        assert op.down_proj.scale.shape == {PER_TENSOR: (1,), PER_CHANNEL: (1, 1, H)}.get(
-            scheme, (E, 1, H)
-        )
-        assert tuple(op.first.weight.shape) == (E, H, 2 * I)
-        assert (op.first.scale.shape[0] == E) == is_by_expert
+        op = prepare(built, quantised(built_state(), scheme)).mlp_op
+        first, down = op.first, op.down_proj
+        assert isinstance(first, QuantizedExpertLinear)
+        assert isinstance(down, QuantizedExpertLinear)
+        marks: Any = first.scale
+        assert marks.partition_dim == dim
+        assert marks.tensor_model_parallel == (dim == 2)
+        assert marks.partition_stride == 2
+        assert not vars(down.scale)["tensor_model_parallel"]
+        shapes: dict[str, tuple[int, ...]] = {PER_TENSOR: (1,), PER_CHANNEL: (1, 1, H)}
+        assert tuple(down.scale.shape) == shapes.get(scheme, (E, 1, H))
+        assert tuple(first.weight.shape) == (E, H, 2 * I)
+        assert (first.scale.shape[0] == E) == is_by_expert
+
+
+def test_a_graph_splits_scales_into_the_terms_that_the_kernels_read() -> None:
+    stream = torch.Generator().manual_seed(0)
+    scale, bias = torch.rand(3, 7, generator=stream), torch.randn(3, 7, generator=stream)
+    scale[0, 0] = bias[0, 0] = bias[1, 1] = 0
+    for found, wanted in (
+        (_traced_terms(scale), three_terms(scale.numpy())),
+        (_traced_terms(bias, scale), bias_terms(bias.numpy(), scale.numpy())),
+    ):
+        assert torch.equal(found.view(torch.int16), torch.from_numpy(wanted.view("int16")))
 
 
 def test_a_graph_without_numbers_is_traced(table: dict[type, Any]) -> None:

@@ -55,7 +55,10 @@ LLAMA = "Llama 4 of NxDI"
 TIMEOUT_S = 600.0
 LEFT_OUT = ["self_attn", "router", "shared_expert", "lm_head"]
 LAYOUTS = {**LAYOUTS_OF_LAYERS, 2: {"TP2": ((2, 1), (2, 1)), "EP2": ((1, 2), (1, 2))}}
-MODEL_LAYOUTS = {1: {"TP1": {}}, 2: {"TP2": {}, "TP2, moe_ep_degree=2": {"moe_ep_degree": 2}}}
+MODEL_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"TP1": {}},
+    2: {"TP2": {}, "TP2, moe_ep_degree=2": {"moe_ep_degree": 2}},
+}
 
 
 @dataclass
@@ -88,7 +91,8 @@ def quantised(weight: Tensor, scheme: str, codes: torch.dtype) -> tuple[Tensor, 
     from neuronx_distributed.quantization import quantization_utils as utils
 
     if scheme == SCHEMES[0]:
-        return utils.quantize_fp8_per_channel(weight, codes, channel_axis=2)
+        found, scale = utils.quantize_fp8_per_channel(weight, codes, channel_axis=2)
+        return found, scale
     if scheme == SCHEMES[2]:
         found, scale = utils.quantize_fp8_per_tensor(weight, codes)
         return found, scale.reshape(1)
@@ -291,7 +295,7 @@ def model_rows(folder: Path) -> list[Row]:
 
     rows, size = [], dist.get_world_size()
     for label, degrees in MODEL_LAYOUTS[size].items():
-        keys = {
+        keys: dict[str, Any] = {
             "tp_degree": size,
             "quantized": True,
             "quantized_checkpoints_path": str(folder / "narrow"),

@@ -131,8 +131,10 @@ def test_one_rank_is_traced_for_all(backend: str) -> None:
 def test_nxdis_builder_traces_its_models_with_our_layer() -> None:
     rows = run("build_models")["rows"]
     assert {row["model"] for row in rows} == {"gpt_oss", "qwen3_moe", "mixtral", "dbrx", "llama4"}
-    assert len(rows) == 20
+    assert len(rows) == 24
     for row in rows:
+        has_codes = "codes" in row["layout"]
+        assert all((trace["codes"] > 0) == has_codes for trace in row["traces"]), row
         assert [trace["tokens"] for trace in row["traces"]] == [[1, 192], [1, 256], [1, 1]]
         assert all(trace["kernels"] for trace in row["traces"]), row["model"]
         of_prefill = [trace["block_sizes"] for trace in row["traces"][:-1]]
