@@ -483,7 +483,10 @@ def _as_bfloat16(make: Any, *values: Tensor) -> Tensor:
 
 
 def _traced_terms(value_EH: Tensor, scale_EH: Tensor | None = None) -> Tensor:
-    """Return what `three_terms`, or with a scale `bias_terms`, does: in a graph, unchecked."""
+    """Return what `three_terms`, or with a scale `bias_terms`, does: in a graph, unchecked.
+
+    A compiler that folds the casts there and back keeps the first term, a bfloat16 number.
+    """
     rest_EH = value_EH.float()
     if scale_EH is not None:
         rest_EH = rest_EH / torch.where(scale_EH == 0, 1.0, scale_EH)
