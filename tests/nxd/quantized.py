@@ -4,18 +4,20 @@
 
 needs NxD's and NxDI's sources on the path (the SDK's other packages are stood in for) and
 transformers 4. State dicts are quantised by NxD's functions, cut by NxD's sharder and loaded with
-strict=True. Where NxD's layer cannot compute a scheme, as decode with a scale for all experts, it
+strict=True. Where NxD's layer cannot compute a scheme, as prefill with a scale for all experts, it
 gets the same scales for each expert, on one rank. "kernels" is backend="nki" in the simulator,
-against the torch backend with the same codes, as a share of the largest number. Llama 4 of NxDI is
-built by its own `DecoderModelInstance`, with ours and with its own layer, and the logits are
-compared. Prints a line for each row and, last, one JSON object.
+against the torch backend with the same codes, as a share of the largest number. NxDI's models are
+built by its own `DecoderModelInstance`, with our layer and with its own, and logits are compared.
+Prints a line for each row and, last, one JSON object.
 """
 
 import argparse
 import functools
+import importlib
 import json
 import sys
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +53,16 @@ BY_EXPERT = SCHEMES[1]
 CODES = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LIMIT = 1e-5
 LIMITS = {"kernels": 2e-2}  # bfloat16
-LLAMA = "Llama 4 of NxDI"
 TIMEOUT_S = 600.0
-LEFT_OUT = ["self_attn", "router", "shared_expert", "lm_head"]
+MODELS = {  # family, scheme, modules_to_not_convert
+    "Llama 4": ("llama4", BY_EXPERT, ["self_attn", "router", "shared_expert", "lm_head"]),
+    # o_proj: NxD's codes of it cannot be built on a CPU with two ranks
+    "Mixtral, plain experts": (
+        "mixtral",
+        SCHEMES[0],
+        ["block_sparse_moe", "mlp", "o_proj", "lm_head"],
+    ),
+}
 LAYOUTS = {**LAYOUTS_OF_LAYERS, 2: {"TP2": ((2, 1), (2, 1)), "EP2": ((1, 2), (1, 2))}}
 MODEL_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"TP1": {}},
@@ -271,58 +280,76 @@ def _left_out(nxd: Any, name: str, own: Mapping[str, Any]) -> Row:
     return Row("1 process", name, "left out", "", "T = 48", difference(*found), "NxD", dtypes)
 
 
-def write_model(folder: Path) -> None:
-    """Write Llama 4 with quantised experts, as NxDI's script makes them of a published one."""
+def write_model(name: str, folder: Path) -> None:
+    """Write a checkpoint and its quantised form.
+
+    Llama 4's experts are quantised as NxDI's script does those of a published one; else it is
+    NxDI's `generate_quantized_state_dict`.
+    """
     from tests.nxd.models import write_checkpoint
 
-    plain = folder / "plain"
-    plain.mkdir()
-    write_checkpoint("llama4", plain)
-    (path,) = plain.glob("*.safetensors")
-    state = load_file(path)
-    for name in [
-        name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    ]:
-        state[name], state[f"{name}.scale"] = quantised(state[name], BY_EXPERT, torch.float8_e4m3fn)
-    narrow = folder / "narrow"
+    family, scheme, left_out = MODELS[name]
+    plain, narrow = folder / "plain", folder / "narrow"
+    plain.mkdir(parents=True)
     narrow.mkdir()
-    save_file({name: x.contiguous() for name, x in state.items()}, narrow / path.name)
+    write_checkpoint(family, plain)
+    (path,) = plain.glob("*.safetensors")
+    if family == "llama4":
+        state = load_file(path)
+        for key in [key for key in state if key.endswith(("experts.gate_up_proj", "down_proj"))]:
+            state[key], state[f"{key}.scale"] = quantised(state[key], scheme, CODES["f8e4m3"])
+    else:
+        keys = types.SimpleNamespace(
+            quantization_type=scheme, quantization_dtype="f8e4m3", modules_to_not_convert=left_out
+        )
+        config = types.SimpleNamespace(neuron_config=keys)
+        state = _class_of(family).generate_quantized_state_dict(str(plain), config)
+    save_file({key: x.contiguous() for key, x in state.items()}, narrow / path.name)
 
 
-def model_rows(folder: Path) -> list[Row]:
-    """Compare Llama 4 on this rank; every rank calls it."""
+def model_rows(name: str, folder: Path) -> list[Row]:
+    """Compare a model on this rank; every rank calls it."""
     from neuron_moe import nxd_compat
 
     rows, size = [], dist.get_world_size()
+    family, scheme, left_out = MODELS[name]
     for label, degrees in MODEL_LAYOUTS[size].items():
         keys: dict[str, Any] = {
             "tp_degree": size,
             "quantized": True,
             "quantized_checkpoints_path": str(folder / "narrow"),
-            "quantization_type": BY_EXPERT,
+            "quantization_type": scheme,
             "quantization_dtype": "f8e4m3",
-            "modules_to_not_convert": LEFT_OUT,
+            "modules_to_not_convert": left_out,
         }
-        wanted = _generated(folder / "plain", keys, is_ours=False)[1]
+        wanted = _generated(family, folder / "plain", keys, is_ours=False)[1]
         nxd_compat.install()
         try:
-            app, found = _generated(folder / "plain", {**keys, **degrees}, is_ours=True)
+            app, found = _generated(family, folder / "plain", {**keys, **degrees}, is_ours=True)
         finally:
             nxd_compat.uninstall()
         error = float((found - wanted).abs().max() / wanted.abs().max())
         layer = next(x for x in app.models[0].model.modules() if isinstance(x, nxd_compat.MoE))
-        rows.append(Row(label, LLAMA, BY_EXPERT, "f8e4m3", "logits", error, "NxDI", _dtypes(layer)))
+        rows.append(Row(label, name, scheme, "f8e4m3", "logits", error, "NxDI", _dtypes(layer)))
     return rows
 
 
-def _generated(folder: Path, keys: Mapping[str, Any], *, is_ours: bool) -> tuple[Any, Tensor]:
+def _class_of(family: str) -> Any:
+    from tests.nxd.models import CLASSES
+
+    file, name = CLASSES[family]
+    return getattr(importlib.import_module(f"neuronx_distributed_inference.models.{file}"), name)
+
+
+def _generated(
+    family: str, folder: Path, keys: Mapping[str, Any], *, is_ours: bool
+) -> tuple[Any, Tensor]:
     """Build as NxDI does for a chip, load as it does on a CPU, and generate."""
-    from neuronx_distributed_inference.models.llama4 import modeling_llama4_text as file
     from neuronx_distributed_inference.models.model_wrapper import DecoderModelInstance
 
     from tests.nxd.models import run_once
 
-    kind = file.NeuronLlama4TextForCausalLM
+    kind = _class_of(family)
     model_cls = kind._model_cls
 
     def built(config: Any) -> Any:
@@ -332,7 +359,7 @@ def _generated(folder: Path, keys: Mapping[str, Any], *, is_ours: bool) -> tuple
 
     kind._model_cls = staticmethod(built)
     try:
-        app, logits, _ = run_once("llama4", folder, keys, is_ours=is_ours)
+        app, logits, _ = run_once(family, folder, keys, is_ours=is_ours)
     finally:
         kind._model_cls = model_cls
     return app, logits
@@ -342,26 +369,26 @@ def main(argv: list[str] | None = None) -> int:
     """Compare; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.nxd.quantized", description=__doc__)
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), action="append")
-    parser.add_argument("--case", action="append", choices=[*NAMES, LLAMA], metavar="NAME")
+    parser.add_argument("--case", action="append", choices=[*NAMES, *MODELS], metavar="NAME")
     args = parser.parse_args(argv)
-    names = args.case or [*NAMES, LLAMA]
-    layers = [name for name in names if name != LLAMA]
+    names = args.case or [*NAMES, *MODELS]
+    layers = [name for name in names if name not in MODELS]
+    models = [name for name in names if name in MODELS]
     nxd = load_nxd()
     import neuronx_distributed.quantization.quantize  # noqa: F401  as NxDI has, before a layer
 
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        if LLAMA in names:
-            write_model(Path(folder))
+        for name in models:
+            write_model(name, Path(folder) / name)
         for size in args.ranks or (1, 2, 4):
-            for function, is_asked in (
-                (functools.partial(compare_rank, nxd, LAYOUTS[size], layers), bool(layers)),
-                (functools.partial(model_rows, Path(folder)), LLAMA in names and size < 4),
-            ):
-                if is_asked:
-                    answers = start_ranks(size, lambda _: function(), timeout_s=TIMEOUT_S)  # noqa: B023
-                    rows = zip(*values_of(answers), strict=True)
-                    found += [max(row, key=lambda each: each.error) for row in rows]
+            tasks = [functools.partial(compare_rank, nxd, LAYOUTS[size], layers)] if layers else []
+            if size in MODEL_LAYOUTS:
+                tasks += [functools.partial(model_rows, x, Path(folder) / x) for x in models]
+            for task in tasks:
+                answers = start_ranks(size, lambda _: task(), timeout_s=TIMEOUT_S)  # noqa: B023
+                rows = zip(*values_of(answers), strict=True)
+                found += [max(row, key=lambda each: each.error) for row in rows]
     wrong = [row for row in found if not row.error <= LIMITS.get(row.shape, LIMIT)]
     for row in found:
         print(  # noqa: T201

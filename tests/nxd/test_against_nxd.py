@@ -103,6 +103,7 @@ def test_nxds_quantised_layer_and_ours_give_the_same() -> None:
     assert found["rows"] >= 500
     assert found["wrong"] == 0
     assert found["against"]["NxD"] >= 150
+    assert found["against"]["NxDI"] == 6
     assert found["largest"]["layers"] <= 1e-5
     assert found["largest"]["models"] <= 1e-5
 
