@@ -467,7 +467,7 @@ class RoutedExperts(PlannedModule):
                 f" {self.spec.hidden_size}]"
                 " (hidden_size of the experts). Flatten batch and sequence first."
             )
-        weight_dtype = self.mlp_op.down_proj.weight.dtype
+        weight_dtype = self.mlp_op.down_proj.matrices.dtype
         if hidden_TH.dtype != weight_dtype:
             raise ValueError(
                 f"hidden_states: dtype {hidden_TH.dtype} must be that of the expert weights,"

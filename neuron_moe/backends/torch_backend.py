@@ -16,7 +16,7 @@ Every path exists in two forms with the same result:
 Axes: T tokens, K choices, P = T * K pairs, E experts of this rank, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,6 +102,7 @@ class TorchPlan(Plan):
             return saving_experts(hidden_NH, routing, weights, self.parts.spec, save_percent)
         if not self._is_static(hidden_NH, weights):
             return chosen_experts(hidden_NH, routing, weights)
+        weights = _decoded(weights)
         if self.path == "selective":
             return _gathered_weights(hidden_NH, routing, weights)
         if self.path == "all_experts":
@@ -127,12 +128,24 @@ class TorchPlan(Plan):
 
     def _is_static(self, hidden_NH: Tensor, weights: ExpertWeights) -> bool:
         is_static = self.static if self.static is not None else not can_look(hidden_NH)
-        if is_static and weights.packed_down is not None:
+        if is_static and isinstance(weights.packed_down, PackedMatrices):
             raise ValueError(
                 "packed weights: the static form needs plain tensors. Export before pack_weights(),"
                 " or load the state dict again, which unpacks."
             )
         return is_static
+
+
+def _decoded(weights: ExpertWeights) -> ExpertWeights:
+    """Return the same with codes decoded."""
+    first, down = weights.packed_gate_up, weights.packed_down
+    return replace(
+        weights,
+        gate_up_proj_EHI=weights.gate_up_proj_EHI if first is None else first.unpack(),
+        down_proj_EIH=weights.down_proj_EIH if down is None else down.unpack(),
+        packed_gate_up=None,
+        packed_down=None,
+    )
 
 
 def _blocks(

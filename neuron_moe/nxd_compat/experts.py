@@ -18,6 +18,7 @@ from neuron_moe.nxd_compat.configs import (
     RoutedExpertsMLPOpsConfig,
 )
 from neuron_moe.nxd_compat.groups import expert_mesh
+from neuron_moe.nxd_compat.quantized import check_plain
 from neuron_moe.nxd_compat.sharder import SPMDRank, mark_experts
 from neuron_moe.nxd_compat.tuning import expert_remarks, expert_spec, tuning_of
 from neuron_moe.parallel import parallel_state
@@ -210,13 +211,17 @@ class ExpertMLPsV2(RoutedExperts):
             prefix: of this module, and 'weight' behind it.
 
         Raises:
-            WeightError: NxD's own hook has rewritten it before, see `presharded`.
+            WeightError: NxD's own hook has rewritten it before, see `presharded`; or codes that do
+                not fit the layer.
             ValueError: see `check_even`.
         """
         self.check_even()
         self._mark()
         prefix = prefix.removesuffix("weight")
-        problem = loading.prepare_experts(self, model_state_dict, prefix, self.presharded)
+        problem = check_plain(self, model_state_dict, prefix)
+        problem = problem or loading.prepare_experts(
+            self, model_state_dict, prefix, self.presharded
+        )
         if problem:
             raise WeightError(problem)
         if self.shards.second is not None:

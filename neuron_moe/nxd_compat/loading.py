@@ -9,6 +9,7 @@ from typing import Any
 
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.nxd_compat import presharded
+from neuron_moe.nxd_compat.quantized import check_codes
 from neuron_moe.nxd_compat.sharder import SPMDRank
 from neuron_moe.shared_experts import SharedExperts
 
@@ -33,7 +34,7 @@ def prepare_experts(mlps: RoutedExperts, state: State, prefix: str, undo: bool |
             return problem
     if mlps.shards.second is None:
         _drop(state, f"{prefix}mlp_op_tkg.")
-    return ""
+    return check_codes(mlps, state, prefix)
 
 
 def prepare_ranks(mlps: RoutedExperts, state: State, prefix: str) -> str:

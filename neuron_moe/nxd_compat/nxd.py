@@ -10,6 +10,7 @@ from torch import nn
 
 NXD_STATE = "neuronx_distributed.parallel_layers.parallel_state"
 NXD_LAYERS = "neuronx_distributed.parallel_layers.layers"
+NXD_QUANTIZED = "neuronx_distributed.quantization.quantization_mappings"
 NXD_MOE_GROUPS = "neuronx_distributed.modules.moe.moe_process_group"
 
 
@@ -32,6 +33,13 @@ def as_parallel_layer(module: nn.Module, name: str = "BaseParallelLinear") -> No
     base: type | None = getattr(layers, name, None)
     if base is not None and not isinstance(module, base):
         module.__class__ = _joined(type(module), base)  # type: ignore[arg-type]
+
+
+def set_quantized_form(module: nn.Module, form: type) -> None:
+    """Let NxD's `quantize.convert` turn modules of a class by `form.from_float`."""
+    mappings = loaded(NXD_QUANTIZED)
+    if mappings is not None:
+        mappings.DEFAULT_QUANT_MODULE_MAPPINGS[type(module)] = form
 
 
 @functools.cache

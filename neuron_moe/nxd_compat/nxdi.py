@@ -207,12 +207,6 @@ def _refuse_keys(neuron: Any) -> None:
     refuse(
         (
             (
-                neuron.quantized,
-                "quantized=True: NxDI's sharder drops the scales of modules that are not its own."
-                " Set it False and convert the checkpoint to bfloat16; pack_weights() keeps 8 bits"
-                " where that is exact.",
-            ),
-            (
                 neuron.is_mxfp4_compute,
                 "is_mxfp4_compute=True: the checkpoint is shuffled for a kernel of Trainium 3. Set"
                 " it False.",
@@ -273,9 +267,8 @@ def _shared_experts(config: Any) -> SharedExperts | None:
 
 def _tkg_config(neuron: Any) -> MoEFusedTKGConfig:
     switches: Mapping[str, Any] = {name: getattr(neuron, key) for name, key in _TKG_KEYS.items()}
-    return MoEFusedTKGConfig(
-        neuron.quantized, router_mm_dtype=neuron.router_config.dtype, **switches
-    )
+    # NxD's `convert` says later which experts are codes: modules_to_not_convert may name them.
+    return MoEFusedTKGConfig(False, router_mm_dtype=neuron.router_config.dtype, **switches)
 
 
 def _groups(neuron: Any, *, is_hybrid: bool) -> Groups:

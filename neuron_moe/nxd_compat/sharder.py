@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.experts import RoutedExperts
-from neuron_moe.nxd_compat.nxd import as_parallel_layer
+from neuron_moe.nxd_compat.nxd import as_parallel_layer, set_quantized_form
+from neuron_moe.nxd_compat.quantized import (
+    BY_EXPERT,
+    PER_TENSOR,
+    QuantizedExpertLinear,
+    QuantizedShared,
+)
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.experts import Experts
 from nki_kernels.common.formula import num_projections
@@ -29,10 +35,12 @@ class Cut:
     Args:
         dim: the axis that is split; None for a parameter that is whole on each rank.
         stride: runs of it that are split each, 2 for gate and up in one matrix.
+        is_by_expert: its first axis is the experts, over whose ranks it is split too.
     """
 
     dim: int | None
     stride: int = 1
+    is_by_expert: bool = True
 
 
 def expert_cuts(experts: Experts) -> Iterator[tuple[nn.Module, str, Cut]]:
@@ -42,6 +50,10 @@ def expert_cuts(experts: Experts) -> Iterator[tuple[nn.Module, str, Cut]]:
     yield experts.first, "bias", Cut(1, halves)
     yield experts.down_proj, "weight", Cut(1)
     yield experts.down_proj, "bias", Cut(None)
+    for linear, cut in ((experts.first, Cut(2, halves)), (experts.down_proj, Cut(None))):
+        if isinstance(linear, QuantizedExpertLinear):
+            dim = None if linear.scheme == PER_TENSOR else cut.dim
+            yield linear, "scale", Cut(dim, cut.stride, linear.scheme == BY_EXPERT)
 
 
 def shared_cuts(shared: SharedExperts) -> Iterator[tuple[nn.Module, str, Cut]]:
@@ -59,7 +71,9 @@ def mark_experts(mlps: RoutedExperts, expert_distribution: list[list[int]] | Non
         is_prefill = name == "mlp_op"
         for module, parameter, cut in expert_cuts(experts):
             found = _mark(module, parameter, cut, experts.shard.tp_size)
-            if found is not None and experts.shard.ep_size > 1:
+            if not isinstance(module, QuantizedExpertLinear):
+                set_quantized_form(module, QuantizedExpertLinear)
+            if found is not None and cut.is_by_expert and experts.shard.ep_size > 1:
                 found.expert_model_parallel = True  # type: ignore[attr-defined]
                 found.expert_distribution = (  # type: ignore[attr-defined]
                     expert_distribution if is_prefill else None
@@ -72,6 +86,7 @@ def mark_shared(shared: SharedExperts) -> None:
     """Make shared experts visible to NxD's sharder."""
     for module, parameter, cut in shared_cuts(shared):
         _mark(module, parameter, cut, shared.shard.tp_size)
+        set_quantized_form(module, QuantizedShared)
 
 
 def _mark(module: nn.Module, name: str, cut: Cut, num_partitions: int) -> Tensor | None:

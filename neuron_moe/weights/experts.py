@@ -86,14 +86,15 @@ class Experts(nn.Module):
             self._unpack_the_other()
         first.check(self.first_name)
         self.down_proj.check("down_proj")
-        if first.weight.dtype != self.down_proj.weight.dtype:
+        matrices, down_matrices = first.matrices, self.down_proj.matrices
+        if matrices.dtype != down_matrices.dtype:
             raise WeightError(
-                f"{self.first_name}.weight: dtype {first.weight.dtype} must be that of"
-                f" down_proj.weight, {self.down_proj.weight.dtype}. Cast the module with .to()."
+                f"{self.first_name}.weight: dtype {matrices.dtype} must be that of"
+                f" down_proj.weight, {down_matrices.dtype}. Cast the module with .to()."
             )
         return ExpertWeights(
-            gate_up_proj_EHI=first.weight,
-            down_proj_EIH=self.down_proj.weight,
+            gate_up_proj_EHI=matrices,
+            down_proj_EIH=down_matrices,
             gate_up_bias_EI=first.bias,
             down_bias_EH=self.down_proj.bias,
             formula=self.formula,

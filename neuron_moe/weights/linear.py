@@ -86,6 +86,11 @@ class ExpertLinear(nn.Module):
         return self.weight.device if kept is None else torch.device("cpu")
 
     @property
+    def matrices(self) -> Tensor:
+        """[E, in, out] in the dtype that is computed with; without numbers in another form."""
+        return self.weight
+
+    @property
     def kept(self) -> Packed | None:
         """The form in which the weight is kept; None: `weight` has the numbers.
 

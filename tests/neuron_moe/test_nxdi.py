@@ -153,7 +153,6 @@ def test_nxds_capacity_of_zero_and_below_computes_every_choice(factor: float) ->
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("quantized", True),
         ("is_mxfp4_compute", True),
         ("is_intermediate_dim_shuffled", True),
     ],

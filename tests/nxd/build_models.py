@@ -38,6 +38,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel_enabled": True,
     },
 }
+QUANTISED = {  # Llama 4's, as NxDI reads them
+    "quantized": True,
+    "quantized_checkpoints_path": "unread",
+    "quantization_type": "expert_wise_per_channel_symmetric",
+    "quantization_dtype": "f8e4m3",
+    "modules_to_not_convert": ["self_attn", "router", "shared_expert", "lm_head"],
+}
 LENGTHS = (192, 256)
 BLOCK_SIZE = 64  # NxDI has 512 by itself
 
@@ -72,6 +79,7 @@ class Tracer:
                 "calls": self.wire.calls,
                 "kernels": kernels.names,
                 "block_sizes": sorted(set(kernels.block_sizes)),
+                "codes": sum(x.dtype == torch.float8_e4m3fn for x in state.values()),
             }
         )
 
@@ -170,7 +178,10 @@ def main(argv: list[str] | None = None) -> int:
             folder = Path(folders) / name
             folder.mkdir()
             write_checkpoint(name, folder)
-            for layout, keys in LAYOUTS.items():
+            layouts = dict(LAYOUTS)
+            if name == "llama4":
+                layouts |= {f"{key}, codes": {**LAYOUTS[key], **QUANTISED} for key in LAYOUTS}
+            for layout, keys in layouts.items():
                 if not args.own:
                     nxd_compat.install(backend="nki")
                 try:

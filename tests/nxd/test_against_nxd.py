@@ -91,6 +91,25 @@ def test_nxdis_models_give_their_own_tokens_with_our_layer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed_inference") is None,
+    reason="NxDI cannot be imported",
+)
+@pytest.mark.skipif(
+    not importlib.metadata.version("transformers").startswith("4."),
+    reason="NxDI needs transformers 4",
+)
+def test_nxds_quantised_layer_and_ours_give_the_same() -> None:
+    found = run("quantized")
+    assert found["rows"] >= 500
+    assert found["wrong"] == 0
+    assert found["against"]["NxD"] >= 150
+    assert found["against"]["NxDI"] == 6
+    assert found["largest"]["layers"] <= 1e-5
+    assert found["largest"]["models"] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
     importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
 )
 @pytest.mark.parametrize("backend", ["torch", "nki"])
@@ -113,8 +132,10 @@ def test_one_rank_is_traced_for_all(backend: str) -> None:
 def test_nxdis_builder_traces_its_models_with_our_layer() -> None:
     rows = run("build_models")["rows"]
     assert {row["model"] for row in rows} == {"gpt_oss", "qwen3_moe", "mixtral", "dbrx", "llama4"}
-    assert len(rows) == 20
+    assert len(rows) == 24
     for row in rows:
+        has_codes = "codes" in row["layout"]
+        assert all((trace["codes"] > 0) == has_codes for trace in row["traces"]), row
         assert [trace["tokens"] for trace in row["traces"]] == [[1, 192], [1, 256], [1, 1]]
         assert all(trace["kernels"] for trace in row["traces"]), row["model"]
         of_prefill = [trace["block_sizes"] for trace in row["traces"][:-1]]

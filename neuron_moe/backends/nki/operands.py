@@ -73,7 +73,7 @@ def _beside(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
         down_bias = down_bias.detach().float() * weights.down_bias_scale
     if not isinstance(gate_up, NarrowMatrices) or not isinstance(down, NarrowMatrices):
         return None, None, gate_up_bias, down_bias
-    return gate_up.scale_per_channel_En, down.scale, gate_up_bias, down_bias
+    return gate_up.scale_per_channel_En, down.scale.contiguous(), gate_up_bias, down_bias
 
 
 def matrices_of(weights: ExpertWeights) -> tuple[Tensor, Tensor]:

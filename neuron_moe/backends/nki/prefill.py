@@ -26,7 +26,7 @@ from neuron_moe.backends.nki.operands import (
 )
 from neuron_moe.backends.nki.routed_plan import RoutedPlan
 from neuron_moe.blocks import NO_EXPERT, num_blocks
-from neuron_moe.device import can_look
+from neuron_moe.device import can_look, is_traced
 from neuron_moe.plan import LayerParts, Step
 from neuron_moe.tuned import TunedPrefill
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
@@ -476,8 +476,26 @@ def _as_bfloat16(make: Any, *values: Tensor) -> Tensor:
     if values[0].is_meta:
         experts, hidden_size = values[0].shape
         return values[0].new_empty((experts, 3, hidden_size), dtype=torch.bfloat16)
+    if is_traced(values[0]):
+        return _traced_terms(*values)
     terms = make(*(value.cpu().numpy() for value in values))
     return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(values[0].device)
+
+
+def _traced_terms(value_EH: Tensor, scale_EH: Tensor | None = None) -> Tensor:
+    """Return what `three_terms`, or with a scale `bias_terms`, does: in a graph, unchecked.
+
+    A compiler that folds the casts there and back keeps the first term, a bfloat16 number.
+    """
+    rest_EH = value_EH.float()
+    if scale_EH is not None:
+        rest_EH = rest_EH / torch.where(scale_EH == 0, 1.0, scale_EH)
+        rest_EH = torch.where(rest_EH.abs() < 2.0**-100, 0.0, rest_EH)
+    terms = []
+    for _ in range(3):
+        terms.append(rest_EH.to(torch.bfloat16))
+        rest_EH = rest_EH - terms[-1].float()
+    return torch.stack(terms, dim=1)
 
 
 def _slot_scale(affinities_TK: Tensor, pair_of_slot: Tensor) -> Tensor:
