@@ -7,7 +7,8 @@
 Each kernel runs unmodified, with every check that does not stop public kernels elsewhere (sums in
 PSUM that start without saying so are findings), on drawn inputs; what it returns is compared with a
 formula in float64. A case without a kernel is a script that judges itself; one with a `solution` is
-a harness of autocomp, whose test compares that solution with its own kernel or a formula.
+a harness of autocomp, whose test compares that solution with its own kernel, mostly the same text:
+only where the case has a formula, too, a harness says more than that the kernel runs.
 """
 
 from __future__ import annotations
@@ -45,6 +46,21 @@ def _norm(x: Array) -> Array:
     return normed
 
 
+def _standard(x: Array) -> Array:
+    """Return rows of mean 0 and variance 1."""
+    mean = x.mean(axis=-1, keepdims=True)
+    standard: Array = (x - mean) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-5)
+    return standard
+
+
+def _convolved(x: Array, taps: Array) -> Array:
+    """Return each channel of a padded row times three taps, of as many columns."""
+    padded = np.pad(x, ((0, 0), (0, 0), (0, 0), (1, 1)))
+    shifted = [padded[..., k : k + x.shape[-1]] * taps[..., k : k + 1] for k in range(3)]
+    convolved: Array = shifted[0] + shifted[1] + shifted[2]
+    return convolved
+
+
 def _moe_layer(x: Array, gamma: Array, router: Array, gate_up: Array, down: Array) -> Array:
     """Return a decode step of Qwen3's MoE layer: norm, softmax, 8 experts, renormalised."""
     rows = _norm(x.reshape(len(x), -1)) * gamma.reshape(-1)
@@ -64,6 +80,11 @@ FORMULAS: Final[dict[str, Callable[..., Array]]] = {
     "lhs @ rhs": lambda lhs, rhs: lhs @ rhs,
     "rmsnorm(lhs) @ rhs": lambda lhs, rhs: _norm(lhs) @ rhs,
     "lhs + rhs": lambda lhs, rhs: lhs + rhs,
+    "rmsnorm(x) * gamma": lambda x, gamma: _norm(x) * gamma,
+    "layernorm(x) * gamma + beta": lambda x, gamma, beta: _standard(x) * gamma + beta,
+    "cumsum(x)": lambda x: x.cumsum(axis=-1),
+    "x, last two axes exchanged": lambda x: x.swapaxes(-1, -2),
+    "convolve each channel": lambda x, taps: _convolved(x, taps[:, 0]),
     "moe layer": _moe_layer,
 }
 
@@ -85,10 +106,18 @@ def _run_kernel(case: dict[str, Any], root: Path) -> str:
     if "formula" not in case:
         return "runs"
     arrays = [x.astype(np.float64) for x in given if isinstance(x, np.ndarray)]
-    wanted = FORMULAS[case["formula"]](*arrays)
-    got = np.asarray(run.outputs).astype(np.float64).reshape(wanted.shape)
-    error = float(np.abs(got - wanted).max() / np.abs(wanted).max())
-    return "right" if error < _TOLERANCE else f"wrong: off by {error:.1%} of the largest element"
+    error = _error(case["formula"], arrays, np.asarray(run.outputs).astype(np.float64))
+    return "right" if error < _TOLERANCE else _wrong(error)
+
+
+def _error(formula: str, given: list[Array], got: Array) -> float:
+    """Return how far a result is off, in parts of the largest element."""
+    wanted = FORMULAS[formula](*given)
+    return float(np.abs(got.reshape(wanted.shape) - wanted).max() / np.abs(wanted).max())
+
+
+def _wrong(error: float) -> str:
+    return f"wrong: off by {error:.1%} of the largest element"
 
 
 @contextmanager
@@ -119,11 +148,23 @@ def _run_script(case: dict[str, Any], root: Path) -> str:
     return "right" if passed and not failed else f"wrong: {failed} of {passed + failed} comparisons"
 
 
+def _watched(kernel: Callable[..., Any], formula: str, errors: list[float]) -> Callable[..., Any]:
+    """Return a kernel that notes how far each of its results is off a formula."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        given = [x.double().numpy() for x in args if isinstance(x, torch.Tensor)]
+        errors.append(_error(formula, given, result.double().numpy()))
+        return result
+
+    return call
+
+
 def _run_harness(case: dict[str, Any], root: Path) -> str:
     """Run the test of a harness on its own kernel and on a solution put into it."""
     nki_sim.provide()
-    solution = (root / case["solution"]).read_text()
-    text = (root / case["file"]).read_text().replace("# SUBSTITUTE HERE", solution, 1)
+    put = (root / case["solution"]).read_text()
+    text = (root / case["file"]).read_text().replace("# SUBSTITUTE HERE", put, 1)
     options = SimOptions(accumulate="report", nki=case.get("nki", "0.7"))
     with tempfile.TemporaryDirectory() as folder, _cpu_for_device():
         path = Path(folder, Path(case["file"]).name)
@@ -131,8 +172,12 @@ def _run_harness(case: dict[str, Any], root: Path) -> str:
         try:
             names = runpy.run_path(str(path))
             own = re.findall(r"test_nki\((\w+), solution\)", text)[-1]
-            kernels = [nki_sim.simulate(names[name], options) for name in (own, "solution")]
-            return "right" if names["test_nki"](*kernels) else "wrong: the harness says so"
+            first, second = (nki_sim.simulate(names[n], options) for n in (own, "solution"))
+            errors = [0.0]
+            watched = _watched(second, case["formula"], errors) if "formula" in case else second
+            if not names["test_nki"](first, watched):
+                return "wrong: the harness says so"
+            return "right" if max(errors) < _TOLERANCE else _wrong(max(errors))
         except Exception as error:
             raise RuntimeError(str(error).replace(f"{folder}/", "")) from error
 
