@@ -467,11 +467,11 @@ class RoutedExperts(PlannedModule):
                 f" {self.spec.hidden_size}]"
                 " (hidden_size of the experts). Flatten batch and sequence first."
             )
-        weight_dtype = self.mlp_op.down_proj.matrices.dtype
-        if hidden_TH.dtype != weight_dtype:
+        down = self.mlp_op.down_proj
+        if hidden_TH.dtype != down.weight.dtype and hidden_TH.dtype != down.matrices.dtype:
             raise ValueError(
                 f"hidden_states: dtype {hidden_TH.dtype} must be that of the expert weights,"
-                f" {weight_dtype}. Cast the input, or the module with .to()."
+                f" {down.matrices.dtype}. Cast the input, or the module with .to()."
             )
 
     def record_load(self, index_TK: Tensor) -> None:

@@ -139,6 +139,8 @@ class TorchPlan(Plan):
 def _decoded(weights: ExpertWeights) -> ExpertWeights:
     """Return the same with codes decoded."""
     first, down = weights.packed_gate_up, weights.packed_down
+    if first is None and down is None:
+        return weights
     return replace(
         weights,
         gate_up_proj_EHI=weights.gate_up_proj_EHI if first is None else first.unpack(),

@@ -279,7 +279,7 @@ OTHERS = {
         r"model_type='llama' \(LlamaForCausalLM\): a dense model",
     ),
     "dense-one-expert": (
-        {"model_type": "phimoe", "vocab_size": 8, "num_experts": 1},
+        {"model_type": "jamba", "vocab_size": 8, "num_experts": 1},
         "a dense model",
     ),
     "vision": (

@@ -49,7 +49,7 @@ def test_a_static_step_takes_the_path_that_was_decided(
     index_TK = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
     routing = LocalRouting(index_TK, torch.ones(2, 2))
     parts = SimpleNamespace(
-        weights=SimpleNamespace(num_experts=4),
+        weights=SimpleNamespace(num_experts=4, packed_gate_up=None, packed_down=None),
         tuning=SimpleNamespace(save_percent=None, pad_num_blocks_to_even=False),
     )
     plan: Any = SimpleNamespace(

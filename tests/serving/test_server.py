@@ -42,7 +42,7 @@ from neuron_moe.serving.server import (
 from neuron_moe.serving.vllm_server import REFUSED
 from neuron_moe.tools import cli
 from tests.models.families import FAMILIES
-from tests.serving.conftest import FIRST, OTHERS, RECURRENT, UNKNOWN_TO_VLLM, Folders
+from tests.serving.conftest import FIRST, OTHERS, RECURRENT, NOT_SERVED, Folders
 
 CONFIG = "vllm.model_executor.models.config"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -107,7 +107,7 @@ def test_a_model_whose_layers_all_keep_states_is_refused(folder_of: Folders) -> 
 def test_every_family_runs_inside_vllm_in_the_tests() -> None:
     names = [name for name in (*FIRST, *OTHERS, *RECURRENT) if name != TINY_NAME]
     types = [FAMILIES[name].model_type for name in names]
-    run = {find_model_file(each).__name__ for each in ("gpt_oss", *types, *UNKNOWN_TO_VLLM)}
+    run = {find_model_file(each).__name__ for each in ("gpt_oss", *types, *NOT_SERVED)}
     every = {find_model_file(each).__name__ for each in model_types()}
     assert every == run
 
