@@ -42,7 +42,7 @@ from neuron_moe.serving.server import (
 from neuron_moe.serving.vllm_server import REFUSED
 from neuron_moe.tools import cli
 from tests.models.families import FAMILIES
-from tests.serving.conftest import FIRST, OTHERS, RECURRENT, NOT_SERVED, Folders
+from tests.serving.conftest import FIRST, NOT_SERVED, OTHERS, RECURRENT, Folders
 
 CONFIG = "vllm.model_executor.models.config"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
