@@ -71,7 +71,7 @@ def memory_error(model: Any) -> float:
             *(part[:, place : place + 1] for part in (*activated, step, rate_USN)),
             layer.A_log,
             layer.dt_bias,
-            layer.bound,
+            layer.lowest_decay,
             state,
             torch.tensor([0, 1]),
             torch.tensor([1]),
