@@ -255,9 +255,13 @@ def _signal_under_load(
         except (OSError, RequestError, http.client.HTTPException, ValueError) as error:
             return str(error)
 
+    def begun() -> float:
+        return total(metrics(running.at), "vllm:prompt_tokens_total")
+
+    before, prompts = begun(), [[client + 5, 6, 7] for client in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as pool:
-        ends = [pool.submit(ask, [client + 5, 6, 7]) for client in range(CLIENTS)]
-        _wait(lambda: total(metrics(running.at), "vllm:num_requests_running") == CLIENTS)
+        ends = [pool.submit(ask, prompt) for prompt in prompts]
+        _wait(lambda: begun() == before + sum(map(len, prompts)))
         processes, shared = running.processes(), running.shared()
         assert shared
         for number in numbers:
