@@ -155,6 +155,13 @@ _DOCUMENTED: Final = (
     ),
     ("scalar engine", "operator", "relu of floats", 0, "an activation function (nki.api.shared)"),
     (
+        "scalar engine",
+        "operator",
+        "softplus of floats",
+        0,
+        "an activation function (nki.language.softplus)",
+    ),
+    (
         _ENGINES,
         "place",
         "in a dynamic loop",
