@@ -21,7 +21,6 @@ def tables() -> dict[str, str]:
         "beside": _beside(),
         "decode-by-model": _by_model("decode_trn2", "B", BATCHES, kernel="decode_block", **PLAIN),
         "prefill-by-model": _by_model("prefill_trn2", "T", PREFILL_SIZES, **PLAIN),
-        "coefficients": _coefficients(),
         "shares": _shares(),
         "narrow": _narrow(),
         "mx": _mx(),
@@ -134,23 +133,6 @@ def _both_sides(found: Sequence[Row]) -> str:
         span((row[side] for row in found), "{:,.0f}") for side in ("ours_us", "vendor_us")
     )
     return f"{ours}; {theirs} ({span(row['speedup'] for row in found)})"
-
-
-def _coefficients() -> str:
-    """Return how far the speed-ups move with the clock's coefficients at half to double."""
-    lines = []
-    for name, what in KERNELS.items():
-        both = [_figures(name, corner, "plain") for corner in CORNERS]
-        if "rows_with_range" not in both[0]:
-            continue
-        cells = [
-            f"{each['geometric_mean_of_these']:.2f}: "
-            f"{span((each['geometric_mean_low'], each['geometric_mean_high']))}"
-            f" (least {each['least_low']:.2f})"
-            for each in both
-        ]
-        lines.append((what, str(both[0]["rows_with_range"]), *cells))
-    return table(("step", "cases", "reordering clock", "source-order clock"), lines)
 
 
 def _shares() -> str:
