@@ -104,10 +104,12 @@ def canonical(name: str) -> str:
 
 @cache
 def modules(package: str) -> tuple[Module, ...]:
-    """Return the files of a package."""
+    """Return the files of a package, but for what an installation of it alone leaves."""
     folder = ROOT / package
     found = []
     for path in sorted(folder.rglob("*.py")):
+        if path.is_relative_to(folder / "build"):
+            continue
         parts = (package, *path.relative_to(folder).with_suffix("").parts)
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append(Module(name, path, package, ast.parse(path.read_text())))
