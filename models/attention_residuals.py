@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.models.attention import View
-from neuron_moe.models.decoder import DecoderConfig, Tokens
+from neuron_moe.models.decoder import DecoderConfig, LayerParts, Tokens
 from neuron_moe.models.layers import unit_rms
-from neuron_moe.moe import MoE
 
 
 class AttentionResidual(nn.Module):
@@ -47,19 +46,13 @@ class AttentionResidual(nn.Module):
         return mixed_US1H.squeeze(-2).to(sources_USnH.dtype)
 
 
-class ResidualLayer(nn.Module):
-    """Attention and feed-forward part, each behind a mixture of sources and a norm.
+class ResidualLayer(LayerParts):
+    """Parts of a layer, each behind a mixture of sources.
 
     Args:
-        config: makes the norms.
-        dtype: of norms and residuals.
-        attention: the first part.
-        feed_forward: the second, a `MoE` or an MLP.
+        config, dtype, attention, feed_forward: as of `LayerParts`.
         begins_block: the layer is the first of a block, and closes the one before.
     """
-
-    moe: nn.Module
-    mlp: nn.Module
 
     def __init__(
         self,
@@ -70,15 +63,10 @@ class ResidualLayer(nn.Module):
         *,
         begins_block: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(config, dtype, attention, feed_forward)
         self.begins_block = begins_block
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attn_res, self.mlp_res = (AttentionResidual(size, eps, dtype) for _ in range(2))
-        self.input_layernorm = config.make_norm(config.hidden_size, dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = config.make_norm(config.hidden_size, dtype)
-        self.is_sparse = isinstance(feed_forward, MoE)
-        self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
 
     def forward(self, hidden_USnH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
         """Return the sources after the layer, one more where it begins a block.
@@ -94,11 +82,7 @@ class ResidualLayer(nn.Module):
             hidden_USnH = torch.cat((hidden_USnH, out_US1H), dim=2)
         else:
             hidden_USnH = _grow(hidden_USnH, out_US1H)
-        inner_USH = self.post_attention_layernorm(self.mlp_res(hidden_USnH))
-        if self.is_sparse:
-            out_USH = self.moe(inner_USH, padding_mask=tokens.real_US)[0]
-        else:
-            out_USH = self.mlp(inner_USH)
+        out_USH = self.feed(self.mlp_res(hidden_USnH), tokens)
         return _grow(hidden_USnH, out_USH.unsqueeze(2))
 
 

@@ -287,11 +287,17 @@ def normalise(hidden: Tensor, norm: Norm | None) -> Tensor:
     return normed.flatten(-2)
 
 
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and with a residual; shapes are static.
+class LayerParts(nn.Module):
+    """Attention and a feed-forward part, and the norm before each; how they join is the layer's.
+
+    Args:
+        config: makes the norms.
+        dtype: of the norms.
+        attention: the first part.
+        feed_forward: the second, a `MoE` or an MLP.
 
     Attributes:
-        moe: the feed-forward part of a sparse layer, which computes norm and residual too.
+        moe: the feed-forward part of a sparse layer.
         mlp: that of a dense one.
     """
 
@@ -311,6 +317,32 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = config.make_norm(config.hidden_size, dtype)
         self.is_sparse = isinstance(feed_forward, MoE)
         self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
+
+    def feed(self, hidden_USH: Tensor, tokens: Tokens) -> Tensor:
+        """Return the feed-forward part of what its norm makes of the input, [U, S, H]."""
+        normed_USH = self.post_attention_layernorm(hidden_USH)
+        if self.is_sparse:
+            given = {"padding_mask": tokens.real_US, "token_ids": tokens.ids_US}
+            out_USH: Tensor = self.moe(normed_USH, **given)[0]
+            return out_USH
+        mlp_out_USH: Tensor = self.mlp(normed_USH)
+        return mlp_out_USH
+
+
+class DecoderLayer(LayerParts):
+    """Parts with a residual each; the MoE of a sparse layer computes its norm and residual too.
+
+    Shapes are static.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+    ) -> None:
+        super().__init__(config, dtype, attention, feed_forward)
         if isinstance(feed_forward, MoE):
             feed_forward.take_frame(self.post_attention_layernorm)
 
@@ -327,8 +359,7 @@ class DecoderLayer(nn.Module):
         if self.is_sparse:
             out_USH: Tensor = self.moe(hidden_USH, padding_mask=tokens.real_US)[0]
             return out_USH
-        mlp_out_USH: Tensor = self.mlp(self.post_attention_layernorm(hidden_USH))
-        return hidden_USH + mlp_out_USH
+        return hidden_USH + self.feed(hidden_USH, tokens)
 
 
 class DecoderModel(nn.Module):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, Transform, WeightMap, identity, whole_numbers
 from neuron_moe.models.attention import KVCache
@@ -22,47 +22,13 @@ from neuron_moe.models.compressed_entries import PooledView
 from neuron_moe.models.decoder import DecoderModel, Tokens
 from neuron_moe.models.deepseek_v4_config import HASH, SLIDING, SPARSE, Config, DeepseekV4Config
 from neuron_moe.models.hyper_connections import HyperConnection, StreamHead
+from neuron_moe.models.hyper_layer import HyperLayer
 from neuron_moe.models.layers import build_shared, gated_moe
 from neuron_moe.models.rope import rope_tables
 from neuron_moe.models.weight_rules import decoder_map, either, expert_rules
-from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 
 __all__ = ["Config", "Model", "weight_map"]
-
-
-class StreamLayer(nn.Module):
-    """Attention and experts between streams, each behind a norm."""
-
-    is_sparse = True
-
-    def __init__(
-        self, config: DeepseekV4Config, dtype: torch.dtype, attention: nn.Module, moe: MoE
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = config.make_norm(config.hidden_size, dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = config.make_norm(config.hidden_size, dtype)
-        self.moe = moe
-        self.attn_hc, self.ffn_hc = (HyperConnection(config.streams) for _ in range(2))
-
-    def forward(
-        self, streams_USNH: Tensor, tokens: Tokens, view: PooledView | None = None
-    ) -> Tensor:
-        """Return the streams after the layer, [U, S, N, H]; arguments as of `DecoderLayer`."""
-
-        def mix_tokens(hidden_USH: Tensor) -> Tensor:
-            out_USH: Tensor = self.self_attn(self.input_layernorm(hidden_USH), tokens, view)
-            return out_USH
-
-        def ask_experts(hidden_USH: Tensor) -> Tensor:
-            normed_USH = self.post_attention_layernorm(hidden_USH)
-            given = {"padding_mask": tokens.real_US, "token_ids": tokens.ids_US}
-            out_USH: Tensor = self.moe(normed_USH, **given)[0]
-            return out_USH
-
-        out_USNH: Tensor = self.ffn_hc(self.attn_hc(streams_USNH, mix_tokens), ask_experts)
-        return out_USNH
 
 
 class Model(DecoderModel):
@@ -75,14 +41,16 @@ class Model(DecoderModel):
         super().__init__(config, **options)
         self.hc_head = StreamHead(config.streams)
 
-    def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> StreamLayer:
+    def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> HyperLayer:
         """Return a layer."""
         config, act = self.config, self.config.formula
         size, inner = config.hidden_size, config.moe_intermediate_size
         shared = build_shared(size, inner, dtype, formula=act)
         router = Router(config.router_spec(layer))
         moe = gated_moe(router, inner, dtype, backend, shared, formula=act)
-        return StreamLayer(config, dtype, CompressedAttention(config, layer, dtype), moe)
+        attention = CompressedAttention(config, layer, dtype)
+        pair = HyperConnection(config.streams), HyperConnection(config.streams)
+        return HyperLayer(config, dtype, attention, moe, pair)
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache of `capacity` positions a sequence, in the model's dtype."""

@@ -26,6 +26,7 @@ from neuron_moe.models.deepseek_v32 import INDEXER, OTHER_KEYS, DeepseekV32Confi
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.hyper_connections import StreamHead, StreamSpec
 from neuron_moe.models.hyper_layer import HyperLayer, IndependentConnection
+from neuron_moe.models.layers import clamped_silu
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
@@ -34,7 +35,7 @@ from neuron_moe.models.weight_rules import (
     mlp_rules,
     split_layers,
 )
-from neuron_moe.spec import ExpertFormula, limits
+from neuron_moe.spec import ExpertFormula
 
 # Of vLLM's configuration: parts that transformers has without asking.
 SWITCHES = "enable_ihc", "enable_lm_head_fp32", "gated_mla", "learnable_sink"
@@ -94,9 +95,7 @@ class HYV4Config(DeepseekV32Config):
     @property
     def routed_formula(self) -> ExpertFormula:
         """What a routed expert computes, whatever hidden_act is."""
-        most = self.swiglu_limit
-        formula = ExpertFormula("silu")
-        return replace(formula, gate_limits=limits(None, most), up_limits=limits(-most, most))
+        return clamped_silu(self.swiglu_limit, is_before=True)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HYV4Config":

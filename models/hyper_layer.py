@@ -1,19 +1,19 @@
-"""Independent hyper-connections: a layer between residual streams that are not mixed.
+"""A layer between residual streams, and connections that do not mix these.
 
 Each part of a layer reads a weighted sum of the streams and adds its result to each of them by
-another weight, as in `hyper_connections`; the streams themselves stay.
+another weight, as in `hyper_connections`; of independent connections the streams themselves stay.
 Source: transformers, `models/hy_v4/modular_hy_v4.py`.
 
 Letters: those of `hyper_connections`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.models.attention import View
-from neuron_moe.models.decoder import DecoderConfig, Tokens
+from neuron_moe.models.decoder import DecoderConfig, LayerParts, Tokens
 from neuron_moe.models.hyper_connections import Block, StreamSpec, StreamWeights
-from neuron_moe.moe import MoE
 
 
 class IndependentConnection(StreamWeights):
@@ -42,19 +42,13 @@ class IndependentConnection(StreamWeights):
         return (streams_USNH.float() + added_USNH).to(streams_USNH.dtype)
 
 
-class HyperLayer(nn.Module):
-    """Attention and a feed-forward part, each behind a norm, between streams.
+class HyperLayer(LayerParts):
+    """Parts of a layer between streams.
 
     Args:
-        config: makes the norms.
-        dtype: of the norms.
-        attention: the first part.
-        feed_forward: the second, a `MoE` or an MLP.
-        connections: of the two.
+        config, dtype, attention, feed_forward: as of `LayerParts`.
+        connections: of the two parts.
     """
-
-    moe: nn.Module
-    mlp: nn.Module
 
     def __init__(
         self,
@@ -64,27 +58,16 @@ class HyperLayer(nn.Module):
         feed_forward: nn.Module,
         connections: tuple[nn.Module, nn.Module],
     ) -> None:
-        super().__init__()
+        super().__init__(config, dtype, attention, feed_forward)
         self.attn_hc, self.ffn_hc = connections
-        self.input_layernorm = config.make_norm(config.hidden_size, dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = config.make_norm(config.hidden_size, dtype)
-        self.is_sparse = isinstance(feed_forward, MoE)
-        self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
 
-    def forward(self, hidden_USNH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
+    def forward(self, hidden_USNH: Tensor, tokens: Tokens, view: Any = None) -> Tensor:
         """Return the streams after the layer `[U, S, N, H]`; arguments as of `DecoderLayer`."""
 
         def attend(inner_USH: Tensor) -> Tensor:
             out: Tensor = self.self_attn(self.input_layernorm(inner_USH), tokens, view)
             return out
 
-        def feed(inner_USH: Tensor) -> Tensor:
-            normed_USH = self.post_attention_layernorm(inner_USH)
-            if not self.is_sparse:
-                return self.mlp(normed_USH)  # type: ignore[no-any-return]
-            return self.moe(normed_USH, padding_mask=tokens.real_US)[0]  # type: ignore[no-any-return]
-
         hidden_USNH = self.attn_hc(hidden_USNH, attend)
-        out_USNH: Tensor = self.ffn_hc(hidden_USNH, feed)
+        out_USNH: Tensor = self.ffn_hc(hidden_USNH, lambda inner_USH: self.feed(inner_USH, tokens))
         return out_USNH

@@ -22,10 +22,11 @@ from neuron_moe.checkpoint import Rule, WeightMap, first_of
 from neuron_moe.latent import Latent
 from neuron_moe.models.attention import View
 from neuron_moe.models.attention_residuals import AttentionResidual, ResidualLayer
+from neuron_moe.models.channel_delta import ChannelDeltaAttention
 from neuron_moe.models.decoder import DecoderModel, Tokens
 from neuron_moe.models.deepseek_v3 import latent_names
 from neuron_moe.models.delta_net import DeltaNetSizes
-from neuron_moe.models.kimi_delta import KimiDeltaAttention, delta_rules
+from neuron_moe.models.kimi_delta import delta_rules
 from neuron_moe.models.kimi_k3_config import KimiK3Config
 from neuron_moe.models.kimi_linear import PlainLatentAttention
 from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
@@ -40,7 +41,7 @@ EXACT = ("query_conv", "key_conv", "value_conv", "dt_bias", "norm_weight")  # of
 Config = KimiK3Config
 
 
-class BoundedDelta(KimiDeltaAttention):
+class BoundedDelta(ChannelDeltaAttention):
     """Kimi Delta Attention with a bounded decay and a gate that is no latent.
 
     Args:
@@ -52,18 +53,17 @@ class BoundedDelta(KimiDeltaAttention):
 
     def __init__(self, config: KimiK3Config, dtype: torch.dtype) -> None:
         sizes = config.delta
-        super().__init__(sizes, config.rms_norm_eps, dtype)
+        heads, latent, size = sizes.num_key_heads, sizes.key_size, sizes.hidden_size
+        super().__init__(sizes, config.rms_norm_eps, dtype, torch.float32, (heads,))
         self.lowest_decay = config.gate_lower_bound
-        del self.g_a_proj, self.g_b_proj
-        width = sizes.num_key_heads * sizes.key_size
-        self.g_proj = nn.Linear(sizes.hidden_size, width, bias=False, dtype=dtype)
-        self.A_log = nn.Parameter(torch.zeros(sizes.num_key_heads, dtype=torch.float32))
-        for name in EXACT:
-            setattr(self, name, nn.Parameter(getattr(self, name).float()))
+        self.norm_weight = nn.Parameter(self.norm_weight.float())
+        self.f_a_proj = nn.Linear(size, latent, bias=False, dtype=dtype)
+        self.f_b_proj = nn.Linear(latent, heads * latent, bias=False, dtype=dtype)
+        self.g_proj = nn.Linear(size, heads * latent, bias=False, dtype=dtype)
 
-    def gates(self, hidden_USH: Tensor) -> Tensor:
-        """Return the logits of the gates of what is answered, [U, S, N * V]."""
-        made: Tensor = self.g_proj(hidden_USH)
+    def steps(self, hidden_USH: Tensor) -> Tensor:
+        """Return what decays are made of, [U, S, N * D]."""
+        made: Tensor = self.f_b_proj(self.f_a_proj(hidden_USH))
         return made
 
 

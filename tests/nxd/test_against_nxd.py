@@ -14,6 +14,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NEEDS_NXD = pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
+)
+NEEDS_NXDI = pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed_inference") is None,
+    reason="NxDI cannot be imported",
+)
+NEEDS_TRANSFORMERS_4 = pytest.mark.skipif(
+    not importlib.metadata.version("transformers").startswith("4."),
+    reason="NxDI needs transformers 4",
+)
 
 
 def run(module: str, *arguments: str) -> dict[str, Any]:
@@ -32,9 +43,7 @@ def run(module: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
-)
+@NEEDS_NXD
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_nxds_layer_and_ours_give_the_same(ranks: int) -> None:
     found = run("compare", "--ranks", str(ranks))
@@ -58,9 +67,7 @@ def test_ours_pass_of_nxds_unit_tests_all_but_a_few() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
-)
+@NEEDS_NXD
 @pytest.mark.skipif(
     importlib.util.find_spec("parameterized") is None, reason="NxD's tests need parameterized"
 )
@@ -72,14 +79,8 @@ def test_nxds_own_unit_tests_pass_with_our_names_in_place(who: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed_inference") is None,
-    reason="NxDI cannot be imported",
-)
-@pytest.mark.skipif(
-    not importlib.metadata.version("transformers").startswith("4."),
-    reason="NxDI needs transformers 4",
-)
+@NEEDS_NXDI
+@NEEDS_TRANSFORMERS_4
 def test_nxdis_models_give_their_own_tokens_with_our_layer() -> None:
     found = run("models", "--ranks", "1", "--ranks", "2")
     rows = found["rows"]
@@ -90,14 +91,8 @@ def test_nxdis_models_give_their_own_tokens_with_our_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed_inference") is None,
-    reason="NxDI cannot be imported",
-)
-@pytest.mark.skipif(
-    not importlib.metadata.version("transformers").startswith("4."),
-    reason="NxDI needs transformers 4",
-)
+@NEEDS_NXDI
+@NEEDS_TRANSFORMERS_4
 def test_nxds_quantised_layer_and_ours_give_the_same() -> None:
     found = run("quantized")
     assert found["rows"] >= 500
@@ -109,9 +104,7 @@ def test_nxds_quantised_layer_and_ours_give_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed") is None, reason="NxD cannot be imported"
-)
+@NEEDS_NXD
 @pytest.mark.parametrize("backend", ["torch", "nki"])
 def test_one_rank_is_traced_for_all(backend: str) -> None:
     found = run("traced", "--backend", backend)
@@ -121,14 +114,8 @@ def test_one_rank_is_traced_for_all(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed_inference") is None,
-    reason="NxDI cannot be imported",
-)
-@pytest.mark.skipif(
-    not importlib.metadata.version("transformers").startswith("4."),
-    reason="NxDI needs transformers 4",
-)
+@NEEDS_NXDI
+@NEEDS_TRANSFORMERS_4
 def test_nxdis_builder_traces_its_models_with_our_layer() -> None:
     rows = run("build_models")["rows"]
     assert {row["model"] for row in rows} == {"gpt_oss", "qwen3_moe", "mixtral", "dbrx", "llama4"}
@@ -143,10 +130,7 @@ def test_nxdis_builder_traces_its_models_with_our_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed_inference") is None,
-    reason="NxDI cannot be imported",
-)
+@NEEDS_NXDI
 def test_nxdi_takes_the_settings_of_compile_as_they_are_meant() -> None:
     report = run("settings")
     assert report["found"] == report["given"]
@@ -158,10 +142,7 @@ def test_nxdi_takes_the_settings_of_compile_as_they_are_meant() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("neuronx_distributed_inference") is None,
-    reason="NxDI cannot be imported",
-)
+@NEEDS_NXDI
 def test_nxdis_applications_of_all_families_take_the_hand_over() -> None:
     rows = run("hand_over")["rows"]
     assert len({row["application"] for row in rows}) == 5
