@@ -270,9 +270,9 @@ EQUIVALENT = (
         "a box not seen to lie in another is looked up in the mask, or kept beside it",
     ),
     Equivalent(
-        "nki_kernels/decode/kernel.py",
-        "nl.fori_loop(begin, end, one_iteration, step=max(1, entry_stride(config) * size))",
-        "nl.fori_loop(begin, end, one_iteration, step=max(2, entry_stride(config) * size))",
+        "nki_kernels/decode/schedule.py",
+        "step = max(1, entry_stride(config) * size)",
+        "step = max(2, entry_stride(config) * size)",
         "a loop of one entry makes one iteration at most, and others have two entries or more",
     ),
     Equivalent(

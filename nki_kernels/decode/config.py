@@ -6,7 +6,8 @@ A caller gives sizes, an `ExpertFormula`, the form of the weights and a request,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import nki.language as nl
 from nki.language import NKIObject
@@ -17,6 +18,9 @@ from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
 from nki_kernels.common.tiles import rows_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from nki_kernels.decode.schedule import Loop
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 32, 1024
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
@@ -124,6 +128,7 @@ class DecodeConfig(NKIObject):
         parts: of a chunk; an item is one of them.
         chip: what its choices were made for.
         gives_rows: whether y is added up in rows, [T, H], else turned, y^T [h, H/h, T].
+        loops: what each core does in which order; follows from the rest.
     """
 
     T: int
@@ -149,6 +154,7 @@ class DecodeConfig(NKIObject):
     parts: int = 1
     chip: str = "trn2"
     gives_rows: bool = False
+    loops: tuple[Loop, ...] = field(default=(), compare=False, repr=False)
 
 
 def is_mx(config: DecodeConfig) -> bool:

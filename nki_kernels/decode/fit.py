@@ -47,6 +47,7 @@ from nki_kernels.decode.memory import (
     routing_table,
     token_table,
 )
+from nki_kernels.decode.schedule import make_loops
 
 # Simulated with these kernels.
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
@@ -166,7 +167,8 @@ def _fastest(draft: DecodeConfig, request: DecodeRequest, room: int) -> DecodeCo
                 best, best_ns = found, found_ns
     if best is None:
         return None
-    return replace(best, reason=_reason(best, _list_ns(best) + request.front_ns))
+    reason = _reason(best, _list_ns(best) + request.front_ns)
+    return replace(best, reason=reason, loops=make_loops(best))
 
 
 def _best_that_fits(

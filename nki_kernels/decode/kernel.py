@@ -26,10 +26,11 @@ The steps:
    index is there nothing else can be loaded.
 2. List the touched experts, and weigh what each token takes of them (list.py).
 3. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
-4. Go through the list in iterations (iterations.py): weights of an item (a chunk of an expert)
-   [h, H/h, 2, i] and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive
-   rows of HBM; y is added up over all experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of
-   65 to 128 tokens, in rows [T, H] (stages.py, out.py).
+4. Go through the list in iterations, in the order that the host settled (schedule.py,
+   iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] lie in
+   one of the weight buffers, a partition owning consecutive rows of HBM; y is added up over all
+   experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128 tokens, in rows [T, H]
+   (stages.py, out.py).
 5. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
@@ -60,20 +61,17 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import (
-    UNROLLED_ENTRIES,
     DecodeConfig,
-    entry_stride,
     is_direct,
     is_mx,
-    list_width,
-    loop_sizes,
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
-from nki_kernels.decode.iterations import make_pipeline, run_iteration
+from nki_kernels.decode.iterations import known_entries, look_up, run_iteration
 from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.row_ends import Ending
+from nki_kernels.decode.schedule import Loop
 
 
 @nki.jit
@@ -185,17 +183,19 @@ def run_experts(
     """
     if is_mx(config):
         quantize_tokens(config, b, turned_sb)
-    if len(routing.ends) == 0:
-        _run_known(config, b, x, turned_sb, routing)
-        return
-    # A loop waits for the registers before it: each is loaded where it is needed.
-    begin, sizes = 0, loop_sizes(config)
-    if entry_stride(config) > 1:
-        sizes.append(0)
-    for number in range(len(sizes)):
-        end = _load_end(routing, number)
-        _loop_over(config, b, x, turned_sb, routing, begin, end, sizes[number])
-        begin = end
+    begin: Any = 0
+    for number in range(len(config.loops)):
+        loop = config.loops[number]
+        if loop.end < 0:  # it waits for the register; each is loaded where it is needed
+            end = _load_end(routing, number)
+            _loop_over(config, b, x, turned_sb, routing, loop, begin, end)
+            begin = end
+        elif loop.step > 0:
+            _loop_over(config, b, x, turned_sb, routing, loop, loop.begin, loop.end)
+        else:
+            iteration = loop.iterations[routing.core]
+            entries = known_entries(config, routing, iteration, loop.begin)
+            run_iteration(config, b, x, turned_sb, routing.core, iteration, entries)
 
 
 def _load_end(routing: Listed, number: int) -> Any:
@@ -205,52 +205,21 @@ def _load_end(routing: Listed, number: int) -> Any:
     return end
 
 
-def _has_loop(config: DecodeConfig) -> bool:
-    """Whether there is a loop over list entries: a short list of known length has none."""
-    is_known = config.mode == "all" or is_direct(config)
-    return not is_known or list_width(config) > entry_stride(config) * UNROLLED_ENTRIES
-
-
-def _run_known(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    turned_sb: nl.NkiTensor,
-    routing: Listed,
-) -> None:
-    """Go through a list whose length is known at compile time; the last entries are written out."""
-    width, stride = list_width(config), entry_stride(config)
-    step = stride * config.unroll
-    whole = width // stride * stride
-    looped = 0
-    if _has_loop(config):
-        looped = width // step * step
-        _loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
-    if looped < whole:
-        pipeline = make_pipeline(config, b, routing, looped, (whole - looped) // stride)
-        run_iteration(config, b, x, turned_sb, routing, pipeline)
-    for begin in range(whole, width):
-        shared = make_pipeline(config, b, routing, begin, 0)
-        run_iteration(config, b, x, turned_sb, routing, shared)
-
-
 def _loop_over(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
     routing: Listed,
+    loop: Loop,
     begin: Any,
     end: Any,
-    size: int,
 ) -> None:
-    """Loop over iterations of `size` entries of every core, from list position `begin` to `end`.
-
-    Size 0 is for an entry that the cores share.
-    """
+    """Run the iterations of a loop from list position `begin` to `end`."""
+    iteration = loop.iterations[routing.core]
 
     def one_iteration(position: Any) -> None:
-        pipeline = make_pipeline(config, b, routing, position, size)
-        run_iteration(config, b, x, turned_sb, routing, pipeline)
+        entries = look_up(config, b, routing, iteration, position)
+        run_iteration(config, b, x, turned_sb, routing.core, iteration, entries)
 
-    nl.fori_loop(begin, end, one_iteration, step=max(1, entry_stride(config) * size))
+    nl.fori_loop(begin, end, one_iteration, step=loop.step)

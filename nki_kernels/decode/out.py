@@ -10,11 +10,8 @@ Where the sums are in PSUM too, or an expert's part of y stays there until its l
 is one chunk.
 """
 
-from dataclasses import dataclass
-
 import nki.isa as nisa
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import elements_of, rows_of
@@ -33,30 +30,9 @@ from nki_kernels.decode.config import (
     tiles_of_part,
 )
 from nki_kernels.decode.mx_stages import multiply_words_out
+from nki_kernels.decode.schedule import Group
 
 _TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
-
-
-@dataclass(frozen=True)
-class Group(NKIObject):
-    """Items of an expert that are projected out together.
-
-    Attributes:
-        item: number of the first one, for the rings.
-        size: how many.
-        ring: buffers of the expert's column.
-        adds_bias: whether this group adds the expert's down bias.
-        is_first, is_last: whether it is the first and the last group of its expert on this core.
-        after: item of the iteration after whose projections in this group is projected out.
-    """
-
-    item: int
-    size: int
-    ring: int
-    adds_bias: bool
-    is_first: bool
-    is_last: bool
-    after: int
 
 
 def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:

@@ -30,7 +30,8 @@ from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, 
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
 from nki_kernels.decode.memory import expert_table
 from nki_kernels.decode.options import make_decode_config
-from nki_kernels.decode.out import Group, project_out
+from nki_kernels.decode.out import project_out
+from nki_kernels.decode.schedule import Group
 from nki_kernels.decode.stages import load_item, project_in
 
 _WEIGHT_BUFFERS = 2  # most parts on chip at once
@@ -176,6 +177,6 @@ def run_shared(
     for item in range(items):
         buffer = item % config.weight_buffers
         project_in(config, b, turned_sb, buffer, item, 0, True, True)
-        project_out(config, b, Group(item, 1, 0, False, True, True, item))
+        project_out(config, b, Group(item, 1, 0, False, True, True))
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)
