@@ -278,8 +278,8 @@ def _step_us(
     dense = dense_times(whole.model, whole.config, spread, machine, work, is_split=is_split)
     routed = RoutedTokens(work.phase, whole.routing_TK[: work.tokens], whole.sizes.num_experts)
     cost = layer_cost(whole.sizes, machine, spread.tp, spread.ep, "replicate", routed)
-    experts_us = cost.router_us + cost.experts_us + cost.shared_us
-    return dense.us + whole.sizes.num_moe_layers * experts_us
+    computed_us = cost.total_us - cost.collective_us
+    return dense.us + whole.sizes.num_moe_layers * computed_us
 
 
 def _memory(

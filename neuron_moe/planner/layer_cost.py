@@ -1,6 +1,7 @@
 """Time of one MoE layer on the busiest rank of a layout: computed from documented peaks.
 
-    layer = router + experts of the busiest rank + shared experts + collectives   (nothing overlaps)
+    layer = router + experts of the busiest rank + shared experts + projections of a latent
+        + collectives                                                             (nothing overlaps)
     experts = max(tensor engine, HBM)                                             (these two do)
         blockwise: and a launch's own cost, its index, first weights, the sum over a token's pairs
 
@@ -67,6 +68,7 @@ class LayerCost:
         tensor_us: routed experts on the tensor engine.
         hbm_us: routed experts' bytes.
         shared_us: shared experts.
+        latent_us: projections into the experts' latent and out of it; 0 where there is none.
         collective_us: all collectives.
         bound: what decides the experts' time, 'tensor engine' or 'HBM'.
         path: which path the experts take.
@@ -80,6 +82,7 @@ class LayerCost:
     tensor_us: float
     hbm_us: float
     shared_us: float
+    latent_us: float
     collective_us: float
     bound: str
     path: str
@@ -123,6 +126,8 @@ def layer_cost(
     own = _own_tokens(work, strategy, tp * ep)
     router_us = _router_ns(model, machine, own) / 1e3
     shared_us = _shared_ns(model, machine, work.num_tokens, tp * ep) / 1e3
+    entering = int(written_D[busiest])
+    latent_us = _latent_ns(model, machine, entering, own) / 1e3
     if strategy == "all_to_all":
         collective_ns, wire = _exchange(model, machine, tp, ep, work, float(rows_D.max()))
     else:
@@ -130,12 +135,13 @@ def layer_cost(
     collective_us = collective_ns / 1e3
     load_D = load_DE.sum(1).double()
     return LayerCost(
-        total_us=router_us + experts_us + shared_us + collective_us,
+        total_us=router_us + experts_us + shared_us + latent_us + collective_us,
         router_us=router_us,
         experts_us=experts_us,
         tensor_us=tensor_us,
         hbm_us=hbm_us,
         shared_us=shared_us,
+        latent_us=latent_us,
         collective_us=collective_us,
         bound="tensor engine" if tensor_us > hbm_us else "HBM",
         path=path,
@@ -250,6 +256,17 @@ def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> 
     cycles += matmul_cycles(tokens, width, model.hidden_size)
     tensor = cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc
     moved = model.shared_bytes / ranks + tokens * model.hidden_size * ROW_BYTES
+    return max(tensor, moved / machine.hbm_bytes_per_ns)
+
+
+def _latent_ns(model: ModelSizes, machine: Machine, entering: int, leaving: int) -> float:
+    """Rows into the latent where their experts are, own tokens out of it; whole on every rank."""
+    if not model.latent_size:
+        return 0.0
+    hidden, latent = model.hidden_size, model.latent_size
+    cycles = matmul_cycles(entering, hidden, latent) + matmul_cycles(leaving, latent, hidden)
+    tensor = cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc
+    moved = (2 * hidden * latent + (entering + leaving) * (hidden + latent)) * ROW_BYTES
     return max(tensor, moved / machine.hbm_bytes_per_ns)
 
 

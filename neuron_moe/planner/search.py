@@ -268,10 +268,11 @@ def explain(costs: LayoutCosts, phase: str) -> list[str]:
     ranking = costs.ranking(phase)
     best = ranking[0]
     cost = best.cost
+    latent = f", latent's projections {cost.latent_us:.1f} us" if cost.latent_us else ""
     lines = [
         f"experts {cost.experts_us:.0f} us ({cost.bound}; {cost.path}), collectives"
         f" {cost.collective_us:.0f} us, router {cost.router_us:.1f} us, shared experts"
-        f" {cost.shared_us:.1f} us; busiest rank {cost.busiest_over_mean:.2f} x the mean"
+        f" {cost.shared_us:.1f} us{latent}; busiest rank {cost.busiest_over_mean:.2f} x the mean"
     ]
     pure = [e for e in ranking if e.layout.ep == 1]
     if pure and best.layout.ep > 1:

@@ -98,6 +98,20 @@ def test_a_launch_takes_longer_than_its_products_and_less_with_the_rows_of_its_e
     assert max(own.tensor_us, own.hbm_us) < own.experts_us < every.experts_us
 
 
+def test_a_latent_s_projections_count_beside_experts_that_are_smaller() -> None:
+    latent = replace(QWEN, latent_size=1024)
+    work = RoutedTokens("prefill", even_trace(QWEN, 8192), QWEN.num_experts)
+    plain, cost = (layer_cost(model, TRN2, 4, 16, "replicate", work) for model in (QWEN, latent))
+    # 8,192 rows into the latent, 128 of this rank's own out of it, on two cores of 128 x 128.
+    cycles = (8192 + 128) * (QWEN.hidden_size // 128) * (1024 // 128)
+    clock = COEFFICIENTS["tensor_clock_ghz"].value
+    assert cost.latent_us == pytest.approx(cycles / 2 / clock / 1e3, rel=0.01)
+    assert plain.latent_us == 0.0
+    assert cost.experts_us < plain.experts_us
+    parts = (cost.router_us, cost.experts_us, cost.shared_us, cost.latent_us, cost.collective_us)
+    assert cost.total_us == pytest.approx(sum(parts))
+
+
 def test_matmul_cycles_take_the_better_operand_as_stationary() -> None:
     assert matmul_cycles(128, 128, 128) == 128
     assert matmul_cycles(1, 128, 128) == 64  # one row still costs 64 columns
