@@ -82,6 +82,14 @@ class _Place:
     encoding: Encoding
     in_axis: int
 
+    def encoding_of(self, num_axes: int) -> Encoding:
+        """Return how a source is stored; scales that lie beside experts (Gemma 4) stay plain."""
+        return (
+            self.encoding
+            if num_axes > 1 or isinstance(self.encoding, Plain)
+            else Plain(torch.bfloat16)
+        )
+
 
 class PublishedTarget:
     """A checkpoint under the names of its publishers.
@@ -162,9 +170,10 @@ class PublishedTarget:
         parts: list[Part] = []
         for group, source, factor in zip(place.groups, sources, scales, strict=True):
             for number, key, tensor, its_factor in _by_key(place, group, first, source, factor):
-                stored = place.encoding.encode(key, tensor, place.in_axis, its_factor)
+                encoding = place.encoding_of(tensor.ndim)
+                stored = encoding.encode(key, tensor, place.in_axis, its_factor)
                 parts += [(self._file_of[k], k, number, part) for k, part in stored.items()]
-                back = place.encoding.decode(key, stored, place.in_axis)
+                back = encoding.decode(key, stored, place.in_axis)
                 decoded.append(back.unsqueeze(0) if place.rule.stacked else back)
         return parts, transform(*decoded)
 
@@ -307,7 +316,7 @@ def _stored_shapes(place: _Place, parameter: Tensor) -> dict[str, StoredShape]:
     for group, source in zip(place.groups, _sources(place.rule.transform, parameter), strict=True):
         shape = tuple(source.shape[1:] if place.rule.stacked else source.shape)
         for key in group:
-            found.update(place.encoding.shapes(key, shape, place.in_axis))
+            found.update(place.encoding_of(len(shape)).shapes(key, shape, place.in_axis))
     return found
 
 

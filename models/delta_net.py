@@ -118,6 +118,11 @@ class Recurrent(nn.Module):
         """N and V of what `recur` returns."""
         raise NotImplementedError
 
+    @property
+    def row_width(self) -> int:
+        """How many numbers of a token its steps make, before and after the convolution."""
+        raise NotImplementedError
+
     def empty_state(self, num_sequences: int, like: Tensor) -> State:
         """Return the state before any token, in the dtype and on the device of `like`."""
         return tuple(shape.zeros(num_sequences, like) for shape in self.state_shapes)
@@ -166,6 +171,11 @@ class DeltaLayer(Recurrent):
     def answer(self) -> tuple[int, int]:
         """N and V of what `recur` returns."""
         return self.sizes.num_value_heads, self.sizes.value_size
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a token, queries, keys and values before and after the convolution."""
+        return 2 * sum(self.sizes.parts)
 
     def recur(self, inputs: Inputs, state: State) -> tuple[Tensor, State]:
         """Return what the memory answers, [U, S, N, V] float32, and the state after."""

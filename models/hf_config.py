@@ -256,7 +256,8 @@ class ConfigReader:
         if value != expected:
             raise ValueError(
                 f"{self._where}: {key}={value!r}: must be {expected!r}; nothing else is"
-                " implemented for this architecture. Correct the value in config.json."
+                " implemented for this architecture. Correct config.json only if it does not"
+                " say what these weights are; else take another checkpoint."
             )
 
     def require_quantization(self, *methods: str) -> None:

@@ -100,7 +100,16 @@ class Prompting:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt, which may be ids already."""
-        return self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.codec.encode(prompt)
+        if isinstance(prompt, torch.Tensor):
+            prompt = prompt.tolist()
+        if not (isinstance(prompt, Sequence) and all(isinstance(each, int) for each in prompt)):
+            raise ValueError(
+                f"prompt={prompt!r}: must be a text, a list of token ids such as [1, 2, 3], or a"
+                " list of such. Convert arrays with .tolist()."
+            )
+        return list(prompt)
 
     def encode_chat(
         self, messages: str | Sequence[Message], system: str | None = None
@@ -152,7 +161,7 @@ class LanguageModel:
         """Continue a prompt, or several at once.
 
         Args:
-            prompt: a text, or token ids; or a list of them.
+            prompt: a text, or token ids, also as a tensor; or a list of them.
             choice: see `Choice`.
 
         Returns:
@@ -161,6 +170,8 @@ class LanguageModel:
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or too long a text.
         """
+        if isinstance(prompt, torch.Tensor):
+            prompt = prompt.tolist()
         is_one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
         prompts = [prompt] if is_one else list(prompt)
         ids = [self.prompting.encode(each) for each in prompts]

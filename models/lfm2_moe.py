@@ -141,6 +141,11 @@ class ShortConvolution(Recurrent):
         """N and V of what `recur` returns."""
         return 1, self.conv_weight.shape[0]
 
+    @property
+    def row_width(self) -> int:
+        """Numbers of a token: both gates, what they gate, and what the convolution makes."""
+        return 4 * self.conv_weight.shape[0]
+
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the layer's output `[U, S, H]`; arguments as in `DecoderLayer`."""
         before_USH, after_USH, x_USH = self.in_proj(hidden_USH).chunk(3, dim=-1)

@@ -101,6 +101,11 @@ class Mamba2(Recurrent):
         """N and V of what `recur` returns."""
         return self.sizes.num_heads, self.sizes.value_size
 
+    @property
+    def row_width(self) -> int:
+        """Numbers of a token, values, keys and queries before and after the convolution."""
+        return 2 * sum(self.sizes.parts)
+
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: StateView | None) -> Tensor:
         """Return the layer's output `[U, S, H]`; arguments as in `DecoderLayer`."""
         sizes = self.sizes

@@ -126,6 +126,7 @@ class Nothing(nn.Module):
 
     reach, core = None, None
     cache_shape: CacheShape = ()
+    row_width = 0
 
 
 class MixerLayer(nn.Module):

@@ -6,6 +6,8 @@ The cache is the one that every tool of Hugging Face fills and reads (HF_HOME, H
 import re
 from pathlib import Path
 
+from neuron_moe.configs import find_config
+
 TINY_NAME = "tiny_gpt_oss"
 # What of a repository is read here: weights, configurations, tokenizer, chat template.
 READ_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -56,10 +58,21 @@ def checkpoint_folder(name: Path | str, *, download: bool = False) -> Path:
             f"model={name}: a GGUF file of llama.cpp, which is not read here. Take the model it was"
             " made of, with *.safetensors: its id is usually the same without -GGUF."
         )
+    if Path(name).expanduser().is_file():
+        raise FileNotFoundError(
+            f"model={name}: is a file, must be a folder with config.json and *.safetensors. Pass"
+            f" the folder that it lies in: {Path(name).parent}"
+        )
     if is_id:
         raise FileNotFoundError(
             f"model={name}: there is no such folder, and the hub's cache does not hold it. Download"
             f" it with --download (load(..., download=True)), or with: hf download {name}"
+        )
+    if (found := find_config(str(name))) is not None:
+        raise FileNotFoundError(
+            f"model={name}: there is no such folder; of {found} the configuration is shipped, which"
+            " inspect, plan and compile take, and no weights. Pass the folder of a checkpoint, or"
+            " its id on Hugging Face."
         )
     known = f", {TINY_NAME}, which is shipped," if shipped_checkpoint() is not None else ""
     raise FileNotFoundError(

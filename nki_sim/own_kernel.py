@@ -81,8 +81,12 @@ def _import(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _told_as_theirs(what: str) -> Iterator[None]:
+def _told_as_theirs(what: str, texts: Sequence[str] = ()) -> Iterator[None]:
     """Turn whatever a user's code raises into one sentence with the place in that code.
+
+    Args:
+        what: the code.
+        texts: arguments that it was given as text, of which a tensor may have been meant.
 
     Raises:
         ValueError: instead of it.
@@ -98,7 +102,11 @@ def _told_as_theirs(what: str) -> Iterator[None]:
             if frame.filename != __file__ and PACKAGE_DIR not in frame.filename
         ]
         place = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
-        raise ValueError(f"{what} fails: {type(error).__name__}: {error}{place}") from error
+        told = f"{what} fails: {type(error).__name__}: {error}{place}"
+        if texts:
+            given = ", ".join(map(repr, texts))
+            told += f". Given as text: {given}; a tensor is written 128x4096:bfloat16"
+        raise ValueError(told) from error
 
 
 def read_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
@@ -175,7 +183,8 @@ def simulate(
         signature.bind(*by_position, **by_name)
     except TypeError as error:
         raise ValueError(f"arguments: {error}. It is {function.__name__}{signature}.") from None
-    with _told_as_theirs(function.__name__):
+    texts = [value for value in (*by_position, *by_name.values()) if isinstance(value, str)]
+    with _told_as_theirs(function.__name__, texts):
         if options.mode == "indices":
             with suppress(UnknownValue):
                 return _start(kernel, by_position, by_name, lnc, options)

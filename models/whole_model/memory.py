@@ -157,8 +157,8 @@ def _attentions(model: nn.Module) -> list[Any]:
 def _head_rows(attention: Any, spread: Spread) -> int:
     """Return the numbers of a token that a rank's attention makes: queries, keys, values, sum."""
     if attention.reach is None:
-        channels: int = sum(attention.sizes.parts)
-        return ceil(2 * channels / spread.dense)
+        row_width: int = attention.row_width
+        return ceil(row_width / spread.dense)
     core: CoreSizes = attention.core_sizes(2)
     queries, keys = ceil(core.query_heads / spread.dense), ceil(core.kv_heads / spread.dense)
     return (queries + keys) * (core.key_size + core.value_size)

@@ -28,6 +28,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MOST_RUNS = 8  # more gaps than these are read too, and dropped
 _MOST_AT_ONCE = 1 << 20  # bytes that are read with the gaps between rows
+LFS_POINTER = b"version https://git-lfs"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 DTYPES = {
@@ -219,7 +220,13 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     advice = "Download or copy the file again."
     size = file.stat().st_size
     with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
+        if (first := stream.read(len(LFS_POINTER))) == LFS_POINTER:
+            raise ValueError(
+                f"{file}: {size} bytes, which name a file of Git LFS and are not it. Fetch it with "
+                "git lfs pull, or download it."
+            )
+        stream.seek(8)
+        header_size = int.from_bytes(first[:8], "little")
         if size < 8 or header_size > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(
                 f"{file}: {size} bytes, header of {header_size} bytes: the header must fit the "

@@ -19,7 +19,7 @@ _KEYS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": (
         *("num_experts_per_tok", "experts_per_token", "moe_k", "moe_top_k"),
-        "num_experts_per_token",
+        *("num_experts_per_token", "top_k_experts", "moe_topk"),
     ),
     "num_layers": ("num_hidden_layers", "n_layers"),
     "vocab_size": ("vocab_size",),
@@ -90,6 +90,11 @@ class ModelSizes:
         """
         for section in _SECTIONS:
             config = {**config, **_section(config, section)}
+        if _whole(config, "zero_expert_num"):
+            raise ValueError(
+                f"config: zero_expert_num={config['zero_expert_num']}: experts that give back what"
+                " they are given are not planned. Take a model without them."
+            )
         found = {size: _find(config, names, size) for size, names in _KEYS.items()}
         inner = found["intermediate_size"]
         dense_layers = _dense_layers(config, found["num_layers"])
@@ -146,6 +151,8 @@ def _whole(config: Mapping[str, Any], *names: str) -> int | None:
     if key is None:
         return None
     value = config[key]
+    if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        value = value[0]  # Hunyuan's: the same for each layer
     if type(value) is not int or not 0 <= value <= _LARGEST_SIZE:
         is_long = type(value) is int and abs(value) >= 10**100
         shown = "a number of a hundred digits or more" if is_long else repr(value)
@@ -184,7 +191,7 @@ def _shared_size(config: Mapping[str, Any], inner: int) -> int:
     if own_width is not None:
         return own_width
     is_llama4 = "interleave_moe_layer_step" in config  # has one without a key for it
-    names = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
+    names = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_shared_expert"
     count = _whole(config, *names) or is_llama4
     return int(count) * inner
 

@@ -99,6 +99,17 @@ def test_the_formats_of_a_published_layout(made: Made, tmp_path: Path) -> None:
     check_formats(made("deepseek_v3"), tmp_path, ("e4m3", "fp8_blocks"))
 
 
+def test_scales_beside_gemmas_experts_stay_plain(made: Made, tmp_path: Path) -> None:
+    source = made("gemma4_text")
+    for to in ("e4m3", "mxfp4"):
+        found = convert(source, tmp_path / to, ConversionOptions(to=to))
+        assert 0 < max(error.relative for error in found.errors.values()) <= ERRORS[to]
+        scales = [key for key in tensors_of(tmp_path / to) if "per_expert_scale" in key]
+        assert scales
+        assert all(key.endswith(".per_expert_scale") for key in scales)
+        load_model(tmp_path / to)
+
+
 def test_ranks_are_cut_and_merged_without_loss(made: Made, tmp_path: Path) -> None:
     check_ranks(made("deepseek_v3"), tmp_path, ("e4m3",))
 

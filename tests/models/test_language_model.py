@@ -79,11 +79,19 @@ def test_gradients_are_recorded_between_the_tokens_of_a_stream(model: LanguageMo
         assert not torch.is_inference_mode_enabled()
 
 
+def test_token_ids_may_be_a_tensor(model: LanguageModel) -> None:
+    ids, asked = torch.tensor([1, 2]), {"max_new_tokens": 3}
+    assert model.generate(ids, **asked) == model.generate([1, 2], **asked)  # type: ignore[call-overload]
+    assert list(model.stream(ids, **asked)) == model.generate([1, 2], **asked)  # type: ignore[call-overload]
+
+
 def test_bad_prompts_are_refused_at_once(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="holds token 100000: must be below vocab_size"):
         model.stream([100000])
     with pytest.raises(ValueError, match="an empty prompt"):
         model.generate([], max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"prompt=1\.5: must be a text, a list of token ids"):
+        model.generate([1.5])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="max_tokens"):
         model.generate([1], max_tokens=2)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="has no chat template"):

@@ -36,7 +36,7 @@ from neuron_moe.checkpoint import (
     unique_parameters,
 )
 from neuron_moe.checkpoint.lazy import everything, from_tensor, pieces, take
-from neuron_moe.checkpoint.reader import DTYPES
+from neuron_moe.checkpoint.reader import DTYPES, LFS_POINTER
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 4, 64, 96, 9000
@@ -246,6 +246,12 @@ def test_every_dtype_is_read_as_the_formats_own_library_reads_it(tmp_path):
 def test_a_single_file_can_be_opened_by_its_own_name(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "part.safetensors")
     assert open_checkpoint(tmp_path / "part.safetensors").read("a").tolist() == [1, 1]
+
+
+def test_a_pointer_of_git_lfs_is_told_from_a_cut_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(LFS_POINTER + b".github.com/spec/v1\nsize 9\n")
+    with pytest.raises(ValueError, match=r"name a file of Git LFS .* git lfs pull"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_name_that_is_not_there_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Memory of a rank against counts by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 from neuron_moe.configs import load_config
+from neuron_moe.models.lfm2_moe import ShortConvolution
 from neuron_moe.models.loader import parse_config
+from neuron_moe.models.nemotron_h import Nothing
 from neuron_moe.models.sizes import Spread, rank_bytes
 from neuron_moe.models.whole_model import ServingLoad, rank_memory
 from neuron_moe.models.whole_model.memory import scratch_bytes
@@ -61,6 +64,14 @@ def test_states_of_recurrent_layers_count_by_sequence() -> None:
     whole = rank_memory(model, config, Spread(), "bf16", LOAD, MACHINE)
     half = rank_memory(model, config, Spread(), "bf16", replace(LOAD, batch=16), MACHINE)
     assert whole.state == 2 * half.state > 0
+
+
+def test_a_short_convolution_makes_four_rows_and_a_layer_without_attention_none() -> None:
+    config: Any = SimpleNamespace(hidden_size=64, conv_width=3, conv_bias=False, vocab_size=100)
+    layers = nn.ModuleList([ShortConvolution(config, torch.bfloat16), Nothing()])
+    load = ServingLoad(batch=1, max_length=32, prefill_tokens=16)
+    stream, logits = 2 * 16 * 64 * 2, 100 * 4
+    assert scratch_bytes(layers, config, Spread(), load) == stream + 16 * 4 * 64 * 2 + logits
 
 
 def test_heads_that_do_not_divide_are_padded() -> None:

@@ -244,3 +244,16 @@ def test_lnc1_halves_a_rank() -> None:
         Machine.build(INSTANCES["trn2.48xlarge"], lnc=3)
     with pytest.raises(ValueError, match="joins at most 1"):
         Machine.build(INSTANCES["trn2.48xlarge"], nodes=4)
+
+
+def test_sizes_of_hunyuan_and_gemma_go_by_their_own_names() -> None:
+    config = {**load_config("qwen3_30b_a3b"), "num_experts_per_tok": None}
+    gemma = ModelSizes.from_config("gemma", {**config, "top_k_experts": 8})
+    layers = {"moe_topk": [8] * 48, "num_shared_expert": [1] * 48}
+    hunyuan = ModelSizes.from_config("hunyuan", {**config, **layers})
+    assert (gemma.top_k, hunyuan.top_k) == (8, 8)
+    assert (gemma.shared_size, hunyuan.shared_size) == (0, 768)
+    with pytest.raises(ValueError, match="must be a whole number"):
+        ModelSizes.from_config("odd", {**config, "moe_topk": [8, 4]})
+    with pytest.raises(ValueError, match="zero_expert_num=2"):
+        ModelSizes.from_config("longcat", {**config, "moe_topk": 8, "zero_expert_num": 2})

@@ -171,6 +171,8 @@ def test_what_goes_wrong_in_a_kernel_is_told_with_its_line(file: Path) -> None:
         main(["--kernel", f"{file}:copy", "--args", "129x4:bfloat16"])
     with pytest.raises(ValueError, match=r"copy fails: TypeError: .*own.py:10"):
         main(["--kernel", f"{file}:copy", "--args", "128x4:bfloat16", "times=often"])
+    with pytest.raises(ValueError, match=r"copy fails: .* Given as text: '128by4'; a tensor is"):
+        main(["--kernel", f"{file}:copy", "--args", "128by4"])
 
 
 def test_what_if_changes_what_was_named(run: Timeline) -> None:
