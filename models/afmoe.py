@@ -63,11 +63,7 @@ class AfmoeConfig(SlidingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AfmoeConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "afmoe", *OTHER_KEYS)
         reader.require("score_func", "sigmoid")
         reader.require("route_norm", True)

@@ -68,11 +68,7 @@ class BailingHybridConfig(KimiLinearConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "BailingHybridConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
         # As published head_dim is that of the layers with a memory; transformers writes both.
         given = {"linear_head_dim": config.get("head_dim"), **respell(config, SPELLINGS)}

@@ -57,11 +57,7 @@ class Ernie45MoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Ernie45MoeConfig":
-        """Read config.json as transformers 4.54 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.54 to 5.x write it."""
         reader = ConfigReader.of_family(config, "ernie4_5_moe", *OTHER_KEYS)
         reader.require("use_bias", False)
         reader.require("use_rmsnorm", True)

@@ -99,11 +99,7 @@ class HYV4Config(DeepseekV32Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HYV4Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         # Every head has a key and a value; head_dim is not what its name says.
         given = {**config, "num_key_value_heads": config.get("num_attention_heads")}
         given.pop("head_dim", None)

@@ -93,11 +93,7 @@ class Llama4Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Llama4Config":
-        """Read config.json as transformers 4.51 to 5.x write it, with or without a vision tower.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.51 to 5.x write it, with or without a vision tower."""
         text, vision_layers = read_text_section(config, "llama4", "num_hidden_layers", IMAGE_TOKENS)
         reader = ConfigReader.of_family(text, "llama4_text", *OTHER_KEYS)
         layers = range(1, reader.get("num_hidden_layers", int) + 1)

@@ -53,11 +53,7 @@ class MiniMaxM2Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM2Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "minimax_m2", *OTHER_KEYS)
         reader.require("scoring_func", "sigmoid")
         reader.require("qk_norm_type", "per_layer")

@@ -109,11 +109,7 @@ class MiniMaxM3Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM3Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         config, _ = read_text_section(config, ALIASES[0], "num_hidden_layers", OTHER_KEYS)
         reader = ConfigReader.of_family(config, "minimax_m3_vl_text", *OTHER_KEYS)
         num_layers, head_dim = reader.get("num_hidden_layers", int), reader.get("head_dim", int)

@@ -42,11 +42,7 @@ class MixtralConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MixtralConfig":
-        """Read config.json as transformers 4.36 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.36 to 5.x write it."""
         # The last one disturbs the router while training.
         reader = ConfigReader.of_family(config, "mixtral", "router_jitter_noise")
         return cls.read(

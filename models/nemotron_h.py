@@ -61,11 +61,7 @@ class NemotronHConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "NemotronHConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         pattern = config.get("hybrid_override_pattern") or ""
         kinds = config.get("layers_block_type") or [PATTERN.get(name, name) for name in pattern]
         eps = config.get("layer_norm_epsilon", 1e-5)  # of all norms

@@ -81,11 +81,7 @@ class PhimoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "PhimoeConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         # The input's noise is of training.
         reader = ConfigReader.of_family(config, "phimoe", "input_jitter_noise", CONTEXT)
         reader.require("num_experts_per_tok", 2)

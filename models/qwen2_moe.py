@@ -56,11 +56,7 @@ class Qwen2MoeConfig(GatedSharedConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen2MoeConfig":
-        """Read config.json as transformers 4.40 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.40 to 5.x write it."""
         reader = ConfigReader.of_family(config, "qwen2_moe")
         slides = reader.get("use_sliding_window", bool, False)
         last = reader.get("max_window_layers", int, 28)

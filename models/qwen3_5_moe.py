@@ -78,11 +78,7 @@ class Qwen35MoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen35MoeConfig":
-        """Read config.json as published, or as transformers 5.x writes it of the text model.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published, or as transformers 5.x writes it of the text model."""
         text, vision_layers = read_text_section(config, "qwen3_5_moe", "depth", IMAGE_KEYS)
         reader = ConfigReader.of_family(text, "qwen3_5_moe_text", *OTHER_KEYS)
         reader.require("attention_bias", False)

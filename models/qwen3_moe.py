@@ -63,11 +63,7 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen3MoeConfig":
-        """Read config.json as transformers 4.51 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.51 to 5.x write it."""
         # The last one is not read by the architecture: all layers slide, or none.
         reader = ConfigReader.of_family(config, "qwen3_moe", "max_window_layers")
         slides = reader.get("use_sliding_window", bool, False)
