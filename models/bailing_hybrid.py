@@ -174,8 +174,7 @@ def weight_map(config: BailingHybridConfig) -> WeightMap:
         rules += _latent_rules(config, number) if attends else _delta_rules(number)
         dense = mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
         rules += _sparse_rules(number) if layer in config.sparse_layers else dense
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, (), blocks, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, (), blocks, expert=config.n_routed_experts)
 
 
 def _latent_rules(config: BailingHybridConfig, layer: str) -> list[Rule]:

@@ -148,9 +148,8 @@ def weight_map(config: Ernie45MoeConfig) -> WeightMap:
         ]
         if config.shared_size is not None:
             rules += mlp_rules(mlp + "shared_experts", moe + "shared_experts")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.moe_num_experts}
     ignored = _prediction_names(names)
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.moe_num_experts)
 
 
 def _prediction_names(projections: list[str]) -> list[str]:

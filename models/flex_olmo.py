@@ -50,5 +50,4 @@ class Model(olmoe.Model):
 def weight_map(config: FlexOlmoConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     rules = [*wrapped_rules("{layer}", NORMS), *olmoe.part_rules(config)]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)

@@ -154,5 +154,4 @@ def weight_map(config: GptOssConfig) -> WeightMap:
         Rule(down, our_down + ".weight", variant="bf16"),
         Rule(down + "_bias", our_down + ".bias"),
     ]
-    sizes = {"layer": config.num_hidden_layers}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules)

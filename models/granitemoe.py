@@ -235,5 +235,4 @@ def weight_map(config: GraniteMoeConfig) -> WeightMap:
         else:
             names = projection_names(has_bias=config.attention_bias)
             rules += [Rule(f"model.{block}{name}", block + name) for name in names]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_local_experts)

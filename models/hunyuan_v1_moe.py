@@ -173,5 +173,4 @@ def weight_map(config: HunyuanMoEConfig) -> WeightMap:
         *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
         *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)

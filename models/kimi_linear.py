@@ -190,5 +190,4 @@ def weight_map(config: KimiLinearConfig) -> WeightMap:
             *mlp_rules(sparse + ".shared_experts", moe + "shared_experts"),
             *expert_rules(*experts, names=("w1", "w3", "w2")),
         ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.n_routed_experts)

@@ -207,5 +207,4 @@ def weight_map(config: Lfm2MoeConfig) -> WeightMap:
             separate=expert_rules(*pair, tuple(MLP.values())),
             fused=fused_expert_rules(*pair, transpose),
         )
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.n_routed_experts)

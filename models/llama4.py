@@ -213,12 +213,12 @@ def weight_map(config: Llama4Config) -> WeightMap:
         ]
     for layer in dense:
         rules += mlp_rules(f"{source}layers.{layer}.feed_forward", f"layers.{layer}.mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
+    sizes = {"expert": config.num_local_experts}
     ignored = []
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored = _vision_names()
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, **sizes)
 
 
 def _vision_names() -> list[str]:

@@ -214,5 +214,4 @@ def weight_map(config: LongcatFlashConfig) -> WeightMap:
         for expert in experts
         for name in ("gate", "up")
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.n_routed_experts)

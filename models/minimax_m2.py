@@ -119,5 +119,4 @@ def weight_map(config: MiniMaxM2Config) -> WeightMap:
         Rule(source + bias, f"{moe}router.{bias}", is_exact=True),
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_local_experts)

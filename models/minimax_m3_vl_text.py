@@ -200,13 +200,12 @@ def weight_map(config: MiniMaxM3Config) -> WeightMap:
             for form, source in sources.items()
         }
     )
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
     ignored = [
         f"{source}layers.{{layer}}.self_attn.{prefix}{part}.weight"
         for source, prefix in zip(sources.values(), ("indexer.", "index_"), strict=True)
         for part in ("q_proj", "k_proj", "q_norm", "k_norm")
     ]
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.num_local_experts)
 
 
 def _layer_rules(form: str, source: str, sparse: list[str], dense: list[str]) -> list[Rule]:

@@ -210,8 +210,7 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
             rules += _mlp_rules(theirs, ours + "mlp.")
         else:
             rules += _expert_rules(theirs, ours + "moe.", has_latent=config.latent_size is not None)
-    sizes = {"layer": config.num_hidden_layers, "expert": config.router.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.router.num_experts)
 
 
 def _mlp_rules(theirs: str, ours: str) -> list[Rule]:

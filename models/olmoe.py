@@ -122,8 +122,7 @@ class Model(DecoderModel):
 def weight_map(config: OlmoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     rules = [*decoder_rules(()), *part_rules(config)]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)
 
 
 def part_rules(config: OlmoeConfig) -> list[Rule]:

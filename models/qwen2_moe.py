@@ -131,5 +131,4 @@ def gated_shared_map(
         rules += shared_sparse_rules(f"model.layers.{layer}.mlp.", f"layers.{layer}.moe.")
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.num_experts)

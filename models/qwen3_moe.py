@@ -147,5 +147,4 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
         ]
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)

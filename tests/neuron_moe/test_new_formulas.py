@@ -25,7 +25,7 @@ from transformers.models.step3p7 import modeling_step3p7 as step
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
 from neuron_moe.latent import Latent
-from neuron_moe.models.weight_rules import limit_before_silu
+from neuron_moe.models.layers import limit_before_silu
 from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, LatentSpec, RouterFormula, RouterSpec
 from nki_kernels.common.formula import limits
