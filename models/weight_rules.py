@@ -55,6 +55,7 @@ def decoder_map(
     rules: Sequence[Rule],
     ignored: Sequence[str] = (),
     blocks: Mapping[str, Sequence[str]] | None = None,
+    /,
     **sizes: int,
 ) -> WeightMap:
     """Return the map of a decoder; some checkpoints of tied embeddings hold the head all the same.
