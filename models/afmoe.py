@@ -63,11 +63,7 @@ class AfmoeConfig(SlidingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AfmoeConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "afmoe", *OTHER_KEYS)
         reader.require("score_func", "sigmoid")
         reader.require("route_norm", True)
@@ -147,5 +143,4 @@ def weight_map(config: AfmoeConfig) -> WeightMap:
             *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
             *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
         ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.n_routed_experts)

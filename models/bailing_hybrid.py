@@ -68,11 +68,7 @@ class BailingHybridConfig(KimiLinearConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "BailingHybridConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
         # As published head_dim is that of the layers with a memory; transformers writes both.
         given = {"linear_head_dim": config.get("head_dim"), **respell(config, SPELLINGS)}
@@ -178,8 +174,7 @@ def weight_map(config: BailingHybridConfig) -> WeightMap:
         rules += _latent_rules(config, number) if attends else _delta_rules(number)
         dense = mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
         rules += _sparse_rules(number) if layer in config.sparse_layers else dense
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, (), blocks, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, (), blocks, expert=config.n_routed_experts)
 
 
 def _latent_rules(config: BailingHybridConfig, layer: str) -> list[Rule]:

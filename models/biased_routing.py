@@ -277,8 +277,7 @@ def biased_routing_map(
     blocks = prediction_blocks(rules, of_sparse, config.prediction_layers, ignored)
     for layer in sparse:
         rules += of_sparse(layer)
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, ignored, blocks, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, blocks, expert=config.n_routed_experts)
 
 
 def sparse_rules(

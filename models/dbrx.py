@@ -54,11 +54,7 @@ class DbrxConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DbrxConfig":
-        """Read config.json as transformers 4.40 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.40 to 5.x write it."""
         reader = ConfigReader.of_family(config, "dbrx", *OTHER_KEYS)
         reader.require("tie_word_embeddings", False)
         attention = _read_section(reader, "attn_config", "attn_pdrop")

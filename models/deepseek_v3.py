@@ -61,11 +61,7 @@ class DeepseekV3Config(BiasedRoutingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DeepseekV3Config":
-        """Read config.json as published with the model, or as transformers 4.51 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 4.51 to 5.x write it."""
         reader = ConfigReader.of_family(config, "deepseek_v3", *OTHER_KEYS, aliases=ALIASES)
         return cls.read_latent(
             reader, rope=read_rotated(reader, reader.get("rope_interleave", bool, True))

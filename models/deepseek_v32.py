@@ -43,11 +43,7 @@ class DeepseekV32Config(DeepseekV3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DeepseekV32Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         ignored = *deepseek_v3.OTHER_KEYS, *OTHER_KEYS
         reader = ConfigReader.of_family(config, "deepseek_v32", *ignored, aliases=ALIASES)
         longest = reader.get("max_position_embeddings", int)

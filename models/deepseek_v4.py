@@ -156,9 +156,8 @@ def weight_map(config: DeepseekV4Config) -> WeightMap:
         Rule("head.weight", "lm_head.weight"),
         *either(published=published, transformers=[*_rules(saved), *_expert_rules("model.")]),
     ]
-    sizes = {"layer": len(layers), "expert": config.n_routed_experts}
-    sizes["block"] = max(1, config.prediction_layers)
-    return decoder_map(rules, sizes, _prediction_names(), is_tied=False)
+    sizes = {"expert": config.n_routed_experts, "block": max(1, config.prediction_layers)}
+    return decoder_map(config, rules, _prediction_names(), **sizes)
 
 
 def _layer_names(config: DeepseekV4Config, layer: int) -> dict[str, str]:

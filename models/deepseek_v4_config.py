@@ -141,11 +141,7 @@ class DeepseekV4Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DeepseekV4Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "deepseek_v4", *OTHER_KEYS)
         reader.require("norm_topk_prob", True)
         reader.require("mlp_bias", False)

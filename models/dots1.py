@@ -32,11 +32,7 @@ class Dots1Config(SlidingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Dots1Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "dots1", *OTHER_KEYS)
         window = read_window(reader)
         first = reader.get("max_window_layers", int, 62)

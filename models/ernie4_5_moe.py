@@ -57,11 +57,7 @@ class Ernie45MoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Ernie45MoeConfig":
-        """Read config.json as transformers 4.54 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.54 to 5.x write it."""
         reader = ConfigReader.of_family(config, "ernie4_5_moe", *OTHER_KEYS)
         reader.require("use_bias", False)
         reader.require("use_rmsnorm", True)
@@ -152,9 +148,8 @@ def weight_map(config: Ernie45MoeConfig) -> WeightMap:
         ]
         if config.shared_size is not None:
             rules += mlp_rules(mlp + "shared_experts", moe + "shared_experts")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.moe_num_experts}
     ignored = _prediction_names(names)
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.moe_num_experts)
 
 
 def _prediction_names(projections: list[str]) -> list[str]:

@@ -42,11 +42,7 @@ class ExaoneMoeConfig(SlidingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ExaoneMoeConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "exaone_moe", *OTHER_KEYS)
         reader.require("scoring_func", "sigmoid")
         reader.require("topk_method", "noaux_tc")

@@ -29,11 +29,7 @@ class FlexOlmoConfig(OlmoeConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "FlexOlmoConfig":
-        """Read config.json as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "flex_olmo")
         return cls.read_olmoe(reader, ROPE_THETA, clip_qkv=None)
 
@@ -54,5 +50,4 @@ class Model(olmoe.Model):
 def weight_map(config: FlexOlmoConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     rules = [*wrapped_rules("{layer}", NORMS), *olmoe.part_rules(config)]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)

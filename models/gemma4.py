@@ -164,11 +164,9 @@ def weight_map(config: Gemma4Config) -> WeightMap:
                 kept += [f"{name}.weight", *([f"{name}.bias"] if config.attention_bias else [])]
         block = f"layers.{layer}.self_attn."
         rules += [Rule(source + block + name, block + name) for name in kept]
-    sizes, ignored = {"layer": config.num_hidden_layers}, []
-    if config.num_vision_layers is not None:
-        sizes["vision_layer"] = config.num_vision_layers
-        ignored = _vision_names()
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    if config.num_vision_layers is None:
+        return decoder_map(config, rules)
+    return decoder_map(config, rules, _vision_names(), vision_layer=config.num_vision_layers)
 
 
 def _vision_names() -> list[str]:

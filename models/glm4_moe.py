@@ -36,11 +36,7 @@ class Glm4MoeConfig(BiasedRoutingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Glm4MoeConfig":
-        """Read config.json as transformers 4.54 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.54 to 5.x write it."""
         reader = ConfigReader.of_family(config, "glm4_moe")
         return cls.read(
             reader,

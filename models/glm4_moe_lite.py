@@ -24,11 +24,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Glm4MoeLiteConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "glm4_moe_lite", *deepseek_v3.OTHER_KEYS)
         reader.require("first_k_dense_replace", 1)
         rope = read_rotated(reader, reader.get("rope_interleave", bool, True))

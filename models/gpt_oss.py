@@ -65,11 +65,7 @@ class GptOssConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "GptOssConfig":
-        """Read config.json as transformers 4.55 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.55 to 5.x write it."""
         reader = ConfigReader(config, "config.json (gpt_oss)")
         reader.require("model_type", "gpt_oss")
         reader.require_quantization("mxfp4")
@@ -158,5 +154,4 @@ def weight_map(config: GptOssConfig) -> WeightMap:
         Rule(down, our_down + ".weight", variant="bf16"),
         Rule(down + "_bias", our_down + ".bias"),
     ]
-    sizes = {"layer": config.num_hidden_layers}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules)

@@ -73,11 +73,7 @@ class GraniteMoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "GraniteMoeConfig":
-        """Read config.json as published with the models, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the models, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "granitemoe", *OTHER_KEYS, aliases=ALIASES)
         kind = reader.get("model_type", str, "granitemoe")
         scale = reader.get_optional("attention_multiplier", float)
@@ -239,5 +235,4 @@ def weight_map(config: GraniteMoeConfig) -> WeightMap:
         else:
             names = projection_names(has_bias=config.attention_bias)
             rules += [Rule(f"model.{block}{name}", block + name) for name in names]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_local_experts)

@@ -65,11 +65,7 @@ class HunyuanMoEConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HunyuanMoEConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         alike = {key: _the_same(key, config[key]) for key in BY_LAYER if key in config}
         reader = ConfigReader.of_family({**config, **alike}, "hunyuan_v1_moe", *OTHER_KEYS)
         for key in ("group_limited_greedy", "mlp_bias", "use_cla", "use_mla"):
@@ -177,5 +173,4 @@ def weight_map(config: HunyuanMoEConfig) -> WeightMap:
         *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
         *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)

@@ -42,11 +42,7 @@ class HYV3Config(BiasedRoutingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HYV3Config":
-        """Read config.json as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 5.x writes it."""
         # The last says where a sum is rounded, which is once here.
         reader = ConfigReader.of_family(config, "hy_v3", "enable_moe_fp32_combine")
         reader.require("mlp_bias", False)

@@ -99,11 +99,7 @@ class HYV4Config(DeepseekV32Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HYV4Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         # Every head has a key and a value; head_dim is not what its name says.
         given = {**config, "num_key_value_heads": config.get("num_attention_heads")}
         given.pop("head_dim", None)
@@ -189,9 +185,8 @@ def weight_map(config: HYV4Config) -> WeightMap:
     rules += [rule for mlp in mlps for rule in mlp[1:]]
     rules += [rule for layer in sparse for rule in _sparse_rules(layer)[3:]]
     rules += either(**{form: [*_hyper_rules(form), *_gate_rules(form, gates)] for form in HYPER})
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
     ignored = [*indexer, *ahead]
-    return decoder_map(rules, sizes, ignored, dict(others), is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, dict(others), expert=config.n_routed_experts)
 
 
 def _shared_rules(layer: str) -> list[Rule]:

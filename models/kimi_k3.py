@@ -142,10 +142,10 @@ def weight_map(config: KimiK3Config) -> WeightMap:
             rules += _sparse_rules(config, theirs + "block_sparse_moe.", ours + "moe.")
         else:
             rules += mlp_rules(theirs + "mlp", ours + "mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
+    sizes = {"expert": config.n_routed_experts}
     sizes |= {"vision_layer": config.vision_layers} if config.vision_layers else {}
     ignored = _vision_names() if config.vision_layers else ()
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, **sizes)
 
 
 def _residual_rules(theirs: str, ours: str) -> list[Rule]:

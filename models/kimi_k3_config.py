@@ -59,11 +59,7 @@ class KimiK3Config(KimiLinearConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "KimiK3Config":
-        """Read config.json as published with the model.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model."""
         text, vision = read_text_section(config, "kimi_k3", "vt_num_hidden_layers", OTHER_KEYS)
         caps = _read_caps(text)
         if text.get("hidden_act") == "situ":

@@ -75,11 +75,7 @@ class KimiLinearConfig(DeepseekV3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "KimiLinearConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = open_config(config)
         section = ConfigReader(reader.get_section("linear_attn_config"), "linear_attn_config")
         facts = read_linear(reader, section)
@@ -194,5 +190,4 @@ def weight_map(config: KimiLinearConfig) -> WeightMap:
             *mlp_rules(sparse + ".shared_experts", moe + "shared_experts"),
             *expert_rules(*experts, names=("w1", "w3", "w2")),
         ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.n_routed_experts)

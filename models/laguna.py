@@ -89,11 +89,7 @@ class LagunaConfig(TwoRopesConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "LagunaConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "laguna")
         reader.require("moe_apply_router_weight_on_input", False)
         reader.require("moe_router_logit_softcapping", 0.0)

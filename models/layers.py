@@ -3,6 +3,7 @@
 Letters: H hidden, I intermediate.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from neuron_moe.activations import activate_parts, activation_of
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.latent import Latent
-from neuron_moe.models.weight_rules import limit_before_silu
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
@@ -210,3 +210,12 @@ def gated_moe(
     spec = expert_spec(router, intermediate_size, formula, scales_input=scales_input, latent=latent)
     experts = RoutedExperts(spec, dtype=dtype, backend=backend)
     return MoE(router, experts, shared, latent=latent)
+
+
+def limit_before_silu(limit: float) -> float:
+    """Return the clamp of a gate that clamps silu of it from above: silu of it is `limit` > 0."""
+    gate = limit
+    for _ in range(100):  # silu(x) = x / (1 + exp(-x)), so that x = limit (1 + exp(-x))
+        share = 1 + math.exp(-gate)
+        gate -= (gate / share - limit) / ((1 + gate * (1 - 1 / share)) / share)
+    return gate

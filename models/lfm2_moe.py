@@ -85,11 +85,7 @@ class Lfm2MoeConfig(BiasedRoutingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Lfm2MoeConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         given = {**config, "rms_norm_eps": config.get("norm_eps", 1e-5)}
         reader = ConfigReader.of_family(given, "lfm2_moe", *OTHER_KEYS)
         reader.require("hidden_act", "silu")
@@ -216,5 +212,4 @@ def weight_map(config: Lfm2MoeConfig) -> WeightMap:
             separate=expert_rules(*pair, tuple(MLP.values())),
             fused=fused_expert_rules(*pair, transpose),
         )
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.n_routed_experts)

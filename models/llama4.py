@@ -93,11 +93,7 @@ class Llama4Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Llama4Config":
-        """Read config.json as transformers 4.51 to 5.x write it, with or without a vision tower.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.51 to 5.x write it, with or without a vision tower."""
         text, vision_layers = read_text_section(config, "llama4", "num_hidden_layers", IMAGE_TOKENS)
         reader = ConfigReader.of_family(text, "llama4_text", *OTHER_KEYS)
         layers = range(1, reader.get("num_hidden_layers", int) + 1)
@@ -217,12 +213,12 @@ def weight_map(config: Llama4Config) -> WeightMap:
         ]
     for layer in dense:
         rules += mlp_rules(f"{source}layers.{layer}.feed_forward", f"layers.{layer}.mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
+    sizes = {"expert": config.num_local_experts}
     ignored = []
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored = _vision_names()
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, **sizes)
 
 
 def _vision_names() -> list[str]:

@@ -1,8 +1,9 @@
 """From a checkpoint directory to a model that is ready to run.
 
 A model file is named as the `model_type` of its config.json and exports three things: `Config`,
-with `Config.from_hf(dict)`; `Model(config, *, dtype, ...)`; and `weight_map(config)`. Where it
-reads further model types, it lists them in `ALIASES`.
+with `Config.from_hf(dict)`, which raises ValueError for a missing, unknown or contradictory key, or
+a variant nobody published; `Model(config, *, dtype, ...)`; and `weight_map(config)`. Where it reads
+further model types, it lists them in `ALIASES`.
 """
 
 import importlib

@@ -82,11 +82,7 @@ class LongcatFlashConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "LongcatFlashConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
         layers = config.get("num_layers")
         given = {**config, "num_key_value_heads": heads, "num_hidden_layers": layers}
@@ -218,5 +214,4 @@ def weight_map(config: LongcatFlashConfig) -> WeightMap:
         for expert in experts
         for name in ("gate", "up")
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.n_routed_experts)

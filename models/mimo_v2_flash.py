@@ -50,11 +50,7 @@ class MiMoV2FlashConfig(TwoRopesConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiMoV2FlashConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         eps = config.get("rms_norm_eps", config.get("layernorm_epsilon", 1e-5))
         reader = ConfigReader.of_family(
             {**config, "rms_norm_eps": eps}, "mimo_v2_flash", *OTHER_KEYS

@@ -53,11 +53,7 @@ class MiniMaxM2Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM2Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "minimax_m2", *OTHER_KEYS)
         reader.require("scoring_func", "sigmoid")
         reader.require("qk_norm_type", "per_layer")
@@ -123,5 +119,4 @@ def weight_map(config: MiniMaxM2Config) -> WeightMap:
         Rule(source + bias, f"{moe}router.{bias}", is_exact=True),
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_local_experts)

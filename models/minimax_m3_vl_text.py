@@ -109,11 +109,7 @@ class MiniMaxM3Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM3Config":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         config, _ = read_text_section(config, ALIASES[0], "num_hidden_layers", OTHER_KEYS)
         reader = ConfigReader.of_family(config, "minimax_m3_vl_text", *OTHER_KEYS)
         num_layers, head_dim = reader.get("num_hidden_layers", int), reader.get("head_dim", int)
@@ -204,13 +200,12 @@ def weight_map(config: MiniMaxM3Config) -> WeightMap:
             for form, source in sources.items()
         }
     )
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
     ignored = [
         f"{source}layers.{{layer}}.self_attn.{prefix}{part}.weight"
         for source, prefix in zip(sources.values(), ("indexer.", "index_"), strict=True)
         for part in ("q_proj", "k_proj", "q_norm", "k_norm")
     ]
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.num_local_experts)
 
 
 def _layer_rules(form: str, source: str, sparse: list[str], dense: list[str]) -> list[Rule]:

@@ -58,11 +58,7 @@ class Mistral4Config(DeepseekV3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Mistral4Config":
-        """Read config.json as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "mistral4", *deepseek_v3.OTHER_KEYS)
         rotated, plain = (reader.get(f"qk_{kind}_head_dim", int) for kind in ("rope", "nope"))
         reader.require("head_dim", rotated + plain)

@@ -42,11 +42,7 @@ class MixtralConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MixtralConfig":
-        """Read config.json as transformers 4.36 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.36 to 5.x write it."""
         # The last one disturbs the router while training.
         reader = ConfigReader.of_family(config, "mixtral", "router_jitter_noise")
         return cls.read(
@@ -92,5 +88,4 @@ def weight_map(config: MixtralConfig) -> WeightMap:
         Rule(source + "gate.weight", moe + "router.linear_router.weight"),
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_local_experts)

@@ -61,11 +61,7 @@ class NemotronHConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "NemotronHConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         pattern = config.get("hybrid_override_pattern") or ""
         kinds = config.get("layers_block_type") or [PATTERN.get(name, name) for name in pattern]
         eps = config.get("layer_norm_epsilon", 1e-5)  # of all norms
@@ -215,8 +211,7 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
             rules += _mlp_rules(theirs, ours + "mlp.")
         else:
             rules += _expert_rules(theirs, ours + "moe.", has_latent=config.latent_size is not None)
-    sizes = {"layer": config.num_hidden_layers, "expert": config.router.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.router.num_experts)
 
 
 def _mlp_rules(theirs: str, ours: str) -> list[Rule]:

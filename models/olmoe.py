@@ -56,11 +56,7 @@ class OlmoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "OlmoeConfig":
-        """Read config.json as transformers 4.45 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.45 to 5.x write it."""
         reader = ConfigReader.of_family(config, "olmoe")
         limit = reader.get_optional("clip_qkv", float)
         return cls.read_olmoe(reader, ROPE_THETA, clip_qkv=limit)
@@ -69,11 +65,7 @@ class OlmoeConfig(DecoderConfig):
     def read_olmoe(
         cls: type[ConfigT], reader: ConfigReader, default_theta: float, *, clip_qkv: float | None
     ) -> ConfigT:
-        """Read what FlexOlmo spells alike; the base of the rotary embedding is where none is said.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read what FlexOlmo spells alike; `default_theta` is for where config.json has none."""
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=default_theta),
@@ -130,8 +122,7 @@ class Model(DecoderModel):
 def weight_map(config: OlmoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     rules = [*decoder_rules(()), *part_rules(config)]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)
 
 
 def part_rules(config: OlmoeConfig) -> list[Rule]:

@@ -81,11 +81,7 @@ class PhimoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "PhimoeConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         # The input's noise is of training.
         reader = ConfigReader.of_family(config, "phimoe", "input_jitter_noise", CONTEXT)
         reader.require("num_experts_per_tok", 2)
@@ -175,5 +171,4 @@ def weight_map(config: PhimoeConfig) -> WeightMap:
         Rule(source + "gate.weight", moe + "router.linear_router.weight"),
         *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_local_experts)

@@ -56,11 +56,7 @@ class Qwen2MoeConfig(GatedSharedConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen2MoeConfig":
-        """Read config.json as transformers 4.40 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.40 to 5.x write it."""
         reader = ConfigReader.of_family(config, "qwen2_moe")
         slides = reader.get("use_sliding_window", bool, False)
         last = reader.get("max_window_layers", int, 28)
@@ -135,5 +131,4 @@ def gated_shared_map(
         rules += shared_sparse_rules(f"model.layers.{layer}.mlp.", f"layers.{layer}.moe.")
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, expert=config.num_experts)

@@ -78,11 +78,7 @@ class Qwen35MoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen35MoeConfig":
-        """Read config.json as published, or as transformers 5.x writes it of the text model.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published, or as transformers 5.x writes it of the text model."""
         text, vision_layers = read_text_section(config, "qwen3_5_moe", "depth", IMAGE_KEYS)
         reader = ConfigReader.of_family(text, "qwen3_5_moe_text", *OTHER_KEYS)
         reader.require("attention_bias", False)
@@ -188,12 +184,12 @@ def weight_map(config: Qwen35MoeConfig) -> WeightMap:
     for layer, kind in enumerate(config.layer_types):
         rules += attention_rules(f"{source}layers.{layer}.", f"layers.{layer}.", kind)
         rules += shared_sparse_rules(f"{source}layers.{layer}.mlp.", f"layers.{layer}.moe.")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
+    sizes = {"expert": config.num_experts}
     ignored = prediction_names()
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored += _vision_names()
-    return decoder_map(rules, sizes, ignored, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, ignored, **sizes)
 
 
 def attention_rules(

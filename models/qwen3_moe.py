@@ -63,11 +63,7 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen3MoeConfig":
-        """Read config.json as transformers 4.51 to 5.x write it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as transformers 4.51 to 5.x write it."""
         # The last one is not read by the architecture: all layers slide, or none.
         reader = ConfigReader.of_family(config, "qwen3_moe", "max_window_layers")
         slides = reader.get("use_sliding_window", bool, False)
@@ -151,5 +147,4 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
         ]
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    return decoder_map(rules, sizes, is_tied=config.tie_word_embeddings)
+    return decoder_map(config, rules, expert=config.num_experts)

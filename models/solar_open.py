@@ -29,11 +29,7 @@ class SolarOpenConfig(BiasedRoutingConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "SolarOpenConfig":
-        """Read config.json as published with the model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "solar_open")
         reader.require("use_qk_norm", False)
         reader.require("first_k_dense_replace", 0)

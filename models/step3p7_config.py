@@ -77,11 +77,7 @@ class Step3p7Config(LagunaConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Step3p7Config":
-        """Read config.json as published with either model, or as transformers 5.x writes it.
-
-        Raises:
-            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
-        """
+        """Read config.json as published with either model, or as transformers 5.x writes it."""
         vision = ConfigReader(config, "config.json").get_section("vision_config")
         depth = "layers" if "layers" in vision else "num_hidden_layers"
         text, vision_layers = read_text_section(config, "step3p7", depth, IMAGE_KEYS)

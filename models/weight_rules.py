@@ -3,11 +3,11 @@
 Letters: E experts, H hidden, I intermediate.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from neuron_moe.checkpoint import Rule, Transform, WeightMap, chain, concat_gate_up, transpose
+from neuron_moe.models.decoder import DecoderConfig
 
 _HEAD = "lm_head.weight"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -51,23 +51,24 @@ def decoder_rules(
 
 
 def decoder_map(
+    config: DecoderConfig,
     rules: Sequence[Rule],
-    sizes: Mapping[str, int],
     ignored: Sequence[str] = (),
     blocks: Mapping[str, Sequence[str]] | None = None,
-    *,
-    is_tied: bool,
+    /,
+    **sizes: int,
 ) -> WeightMap:
     """Return the map of a decoder; some checkpoints of tied embeddings hold the head all the same.
 
     Args:
+        config: how many layers there are, and whether the head is the embedding.
         rules: of all its parameters.
-        sizes: as in `WeightMap`, and so the next two.
-        ignored: patterns.
+        ignored: patterns, as in `WeightMap`, and so the next two.
         blocks: by the key that shows them.
-        is_tied: the head is the embedding.
+        sizes: of what patterns count beside `layer`.
     """
-    if is_tied:
+    sizes = {"layer": config.num_hidden_layers, **sizes}
+    if config.tie_word_embeddings:
         ignored = [
             *ignored,
             *(key for rule in rules if rule.target == _HEAD for key in rule.patterns),
@@ -138,12 +139,3 @@ def split_layers(sparse: Sequence[int], num_layers: int) -> tuple[list[str], lis
         return ["{layer}"], []
     dense = (layer for layer in range(num_layers) if layer not in sparse)
     return [str(layer) for layer in sparse], [str(layer) for layer in dense]
-
-
-def limit_before_silu(limit: float) -> float:
-    """Return the clamp of a gate that clamps silu of it from above: silu of it is `limit` > 0."""
-    gate = limit
-    for _ in range(100):  # silu(x) = x / (1 + exp(-x)), so that x = limit (1 + exp(-x))
-        share = 1 + math.exp(-gate)
-        gate -= (gate / share - limit) / ((1 + gate * (1 - 1 / share)) / share)
-    return gate

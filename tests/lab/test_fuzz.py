@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.fuzz import own_kernels
 from tests.lab.fuzz.attacks import ATTACKS
-from tests.lab.fuzz.kernels import FAULTS
 from tests.rows import thinned
 
 FEW = {
@@ -19,8 +17,6 @@ FEW = {
     "configs": range(2),
     "commands": range(10),
     "ranks": (2, 7, 20),  # without a time out
-    "kernels": range(0, len(FAULTS), 10),
-    "own_kernels": range(0, len(own_kernels.FAULTS), 8),
 }
 PARTS = 5  # of the long run
 MORE = {
@@ -32,8 +28,6 @@ MORE = {
     "configs": range(2, 12),
     "commands": range(10, 20),
     "ranks": (4, 12, 24),
-    "kernels": range(5, len(FAULTS), 5),
-    "own_kernels": range(4, len(own_kernels.FAULTS), 8),
 }
 MANY = {
     "torch": 10_000,
@@ -44,19 +38,11 @@ MANY = {
     "configs": 300,
     "commands": 300,
     "ranks": 40,
-    "kernels": len(FAULTS),
-    "own_kernels": 110,
 }
 
 
 def problems(name: str, seeds: range | tuple[int, ...], scratch: Path) -> list[str]:
     return [problem for seed in seeds if (problem := ATTACKS[name](seed, scratch))]
-
-
-def test_faults_of_our_kernels_stand_where_they_are_planted() -> None:
-    folder = own_kernels.ROOT / "nki_kernels"
-    for name, fault in own_kernels.FAULTS.items():
-        assert (folder / fault.file).read_text().count(fault.old) == 1, name
 
 
 @pytest.mark.parametrize("name", thinned(FEW, 2))

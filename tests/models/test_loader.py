@@ -31,24 +31,11 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
         assert torch.equal(tensor, theirs[name].to(tensor.dtype)), name
 
 
-@pytest.mark.parametrize("expert_format", ["mxfp4", "bf16"])
-def test_logits_of_a_loaded_model_are_those_of_transformers(
-    checkpoint_of, reference_of, expert_format
-):
-    folder = checkpoint_of(expert_format=expert_format)
-    model = load_model(folder, dtype=torch.float32)
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    ids = torch.randint(0, 300, (2, 11))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(ids), reference_of(folder)(ids).logits, rtol=1e-4, atol=1e-4
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_parameters_have_the_dtype_asked_for_and_the_router_float32(checkpoint_of, dtype):
     model = load_model(checkpoint_of(), dtype=dtype)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {d for name, d in dtypes.items() if ".router." in name} == {torch.float32}
     assert {d for name, d in dtypes.items() if ".router." not in name} == {dtype}

@@ -1,7 +1,6 @@
 """Auxiliary losses weigh as the loss does: divided, scaled and computed again with it."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from neuron_moe.router_losses import RouterLosses, auxiliary_loss
 
 E, K, H = 8, 2, 16
 Z = 0.7  # weight of the z-loss: a mean over tokens, of which equal parts have equal shares
-Run = Callable[[MoE, Tensor], tuple[Tensor, Tensor]]
 
 
 def build() -> MoE:
@@ -37,55 +35,14 @@ def written_out(layer: MoE) -> Tensor:
     return gradient
 
 
-def plain(layer: MoE, part: Tensor) -> tuple[Tensor, Tensor]:
-    output = layer(part)[0]
-    return output, auxiliary_loss(layer)
-
-
-def recomputed(layer: MoE, part: Tensor) -> tuple[Tensor, Tensor]:
-    output = checkpoint(layer, part, use_reentrant=False)[0]
-    return output, auxiliary_loss(layer)
-
-
-def within(is_reentrant: bool) -> Run:
-    def run(layer: MoE, part: Tensor) -> tuple[Tensor, Tensor]:
-        part.requires_grad_()
-        found: tuple[Tensor, Tensor] = checkpoint(plain, layer, part, use_reentrant=is_reentrant)
-        return found
-
-    return run
-
-
-def compiled(layer: MoE, part: Tensor) -> tuple[Tensor, Tensor]:
-    step = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    output = checkpoint(step, part, use_reentrant=False)[0]
-    return output, auxiliary_loss(layer)
-
-
-@pytest.mark.parametrize("scale", [None, 2.0**12], ids=["plain", "scaled"])
 @pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(plain, id="plain"),
-        pytest.param(recomputed, id="recomputed"),
-        pytest.param(within(False), id="taken-within"),
-        pytest.param(within(True), id="reentrant"),
-        pytest.param(compiled, id="compiled", marks=pytest.mark.long),
-    ],
-)
-def test_parts_of_a_batch_give_the_gradient_of_all(
-    run: Run, parts: int, scale: float | None
-) -> None:
+def test_a_layer_that_is_computed_again_gives_parts_the_gradient_of_all(parts: int) -> None:
+    """Losses that are taken within what is computed again are in test_training_matrix.py."""
     wanted = written_out(build())
     layer = build()
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     for part in hidden().chunk(parts):
-        output, auxiliary = run(layer, part)
-        loss = (output.square().mean() + auxiliary) / parts
-        scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
+        output = checkpoint(layer, part, use_reentrant=False)[0]
+        ((output.square().mean() + auxiliary_loss(layer)) / parts).backward()
     gradient = layer.router.linear_router.weight.grad
     torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=0)
     assert float(auxiliary_loss(layer)) == 0  # each is added once

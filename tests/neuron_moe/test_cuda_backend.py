@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
     "silu": {},
     "swiglu-oai with biases and clamps": {**OAI, "up_clamp_lower_limit": -0.5},
     "gelu": {"hidden_act": "gelu"},
+    "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
     "no gate": {"formula": ExpertFormula("relu2", has_gate=False), "glu_mlp": False},
     "soft caps": {"formula": SITU},
     "affinities scale the input": {"early_expert_affinity_modulation": True},

@@ -1,7 +1,7 @@
 """Layers of newer families, whose formulas are new: torch, cuda and nki equal transformers' layer.
 
 Limits and caps are so low that they act. Kimi-K3, of which transformers has no class, is put
-together here from its words.
+together here from its words. Further families, whole and through the kernels: tests/models.
 """
 
 import os
@@ -14,18 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
-from transformers.models.gemma4 import modeling_gemma4 as gemma
 from transformers.models.inkling import modeling_inkling as inkling
 from transformers.models.longcat_flash import modeling_longcat_flash as longcat
-from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as minimax
-from transformers.models.mistral4 import modeling_mistral4 as mistral
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.phimoe import modeling_phimoe as phimoe
-from transformers.models.step3p7 import modeling_step3p7 as step
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
 from neuron_moe.latent import Latent
-from neuron_moe.models.weight_rules import limit_before_silu
 from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, LatentSpec, RouterFormula, RouterSpec
 from nki_kernels.common.formula import limits
@@ -35,13 +30,6 @@ from tests.tolerances import relative_error
 H, I, E, K, L, V, T = 128, 48, 8, 3, 64, 20, 12  # noqa: E741  the axis letters
 RELU2 = ExpertFormula("relu2", has_gate=False)
 CLAMPED = ExpertFormula(gate_limits=limits(None, 0.8), up_limits=limits(-0.8, 0.8))
-OAI = ExpertFormula(
-    *("sigmoid", 1.702),
-    gates_itself=True,
-    up_offset=1.0,
-    gate_limits=limits(None, 0.9),
-    up_limits=limits(-0.9, 0.9),
-)
 SITU = ExpertFormula("sigmoid", gates_itself=True, gate_softcap=0.7, up_softcap=1.3)
 SIZES: dict[str, Any] = {
     "hidden_size": H,
@@ -139,58 +127,6 @@ def longcat_flash() -> Layer:
     return Layer(router, ExpertFormula(), theirs, weights, spec={"num_identity": 4})
 
 
-def minimax_m3() -> Layer:
-    config = {**SIZES, "swiglu_alpha": 1.702, "swiglu_limit": 0.9, "shared_intermediate_size": 40}
-    theirs = minimax.MiniMaxM3VLSparseMoeBlock(SimpleNamespace(**config, routed_scaling_factor=2.0))
-    return Layer(biased(routed_scaling_factor=2.0), OAI, theirs, renamed({}), OAI, 40)
-
-
-def step3p7() -> Layer:
-    config = {**SIZES, "swiglu_limits": [0.5], "swiglu_limits_shared": [0.75]}
-    config |= {"share_expert_dim": 40, "moe_router_scaling_factor": 3.0}
-    theirs = step.Step3p7SparseMoeBlock(SimpleNamespace(**config), 0)
-    both = [
-        ExpertFormula(gate_limits=limits(None, limit_before_silu(cap)), up_limits=limits(-cap, cap))
-        for cap in (0.5, 0.75)
-    ]
-    router = biased(routed_scaling_factor=3.0)
-    return Layer(router, both[0], theirs, renamed({}), both[1], 40)
-
-
-class Gemma4(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        config = {**SIZES, "top_k_experts": K, "hidden_activation": "gelu_pytorch_tanh"}
-        config["rms_norm_eps"] = 1e-6
-        self.router = gemma.Gemma4TextRouter(SimpleNamespace(**config))
-        self.experts = gemma.Gemma4TextExperts(SimpleNamespace(**config))
-        self.norm = gemma.Gemma4RMSNorm(H)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Both see the same normalised tokens, up to the weight of the experts' norm."""
-        flat = hidden.reshape(-1, H)
-        _, weights, index = self.router(flat)
-        out: Tensor = self.experts(self.norm(flat), index, weights)
-        return out.view(hidden.shape)
-
-
-def gemma4() -> Layer:
-    """The router's norm and scale fold into its weight, an expert's scale into its down weight."""
-
-    def weights(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-        scale_H = theirs["router.scale"] * H**-0.5 / theirs["norm.weight"]
-        down_EHI = theirs["experts.down_proj"] * theirs["router.per_expert_scale"][:, None, None]
-        return {
-            "router.linear_router.weight": theirs["router.proj.weight"] * scale_H,
-            "expert_mlps.mlp_op.gate_up_proj.weight": theirs["experts.gate_up_proj"].mT,
-            "expert_mlps.mlp_op.down_proj.weight": down_EHI.mT,
-            "rmsnorm.weight": theirs["norm.weight"],
-        }
-
-    router = RouterFormula(K, renormalize=True)
-    return Layer(router, ExpertFormula("gelu_tanh"), Gemma4(), weights)
-
-
 class KimiK3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -257,22 +193,6 @@ def inkling_moe() -> Layer:
     return Layer(router, ExpertFormula(), theirs, weights, experts=E + 2)
 
 
-def mistral4() -> Layer:
-    config = {**SIZES, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.0}
-    theirs = nn.Module()
-    theirs.gate = mistral.Mistral4TopkRouter(SimpleNamespace(**config))
-    theirs.experts = mistral.Mistral4Experts(SimpleNamespace(**config))
-
-    def forward(hidden: Tensor) -> Tensor:
-        _, weights, index = theirs.gate(hidden)
-        out: Tensor = theirs.experts(hidden.view(-1, H), index, weights)
-        return out.view(hidden.shape)
-
-    theirs.forward = forward  # type: ignore[method-assign]
-    router = RouterFormula(K, n_group=4, topk_group=2, renormalize=True, out_of_group_fill=0.0)
-    return Layer(router, ExpertFormula(), theirs, renamed({}))
-
-
 def phi_3_5() -> Layer:
     config = {**SIZES, "num_experts_per_tok": 2, "router_jitter_noise": 0.3}
     theirs = phimoe.PhimoeSparseMoeBlock(SimpleNamespace(**config, input_jitter_noise=0.0)).eval()
@@ -285,13 +205,9 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "deepseek-v4-hash": lambda: deepseek_v4("hash_moe"),
     "nemotron-3-super": lambda: nemotron_h(L),
     "nemotron-3-nano": lambda: nemotron_h(None),
-    "gemma4": gemma4,
     "kimi-k3": kimi_k3,
     "longcat-flash": longcat_flash,
     "inkling": inkling_moe,
-    "minimax-m3": minimax_m3,
-    "step-3.7": step3p7,
-    "mistral4": mistral4,
     "phi-3.5": phi_3_5,
 }
 
@@ -320,7 +236,6 @@ def build(layer: Layer, backend: str, dtype: torch.dtype) -> MoE:
         Router(spec),
         ExpertMLPsV2(config, dtype=dtype, backend=backend),
         shared,
-        nn.RMSNorm(H, eps=1e-6, dtype=dtype) if "rmsnorm.weight" in state else None,
         latent=None if layer.latent is None else Latent(layer.latent, dtype=dtype),
     )
     built.load_state_dict(state)

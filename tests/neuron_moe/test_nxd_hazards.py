@@ -22,18 +22,11 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.sharded.sharding import shard_state_dict
 from neuron_moe.weights.narrow import NarrowMatrices
+from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.neuron_moe.parallel.conftest import run_ranks  # noqa: F401  a fixture
 
 E, K, H, I = 8, 2, 32, 16  # noqa: E741  the axis letters
-OAI = {
-    "hidden_act": "sigmoid",
-    "glu_type": "swiglu",
-    "hidden_act_scaling_factor": 1.702,
-    "hidden_act_bias": 1.0,
-    "gate_clamp_upper_limit": 7.0,
-    "up_clamp_upper_limit": 7.0,
-    "up_clamp_lower_limit": -7.0,
-}
+OAI = {name: value for name, value in GPT_OSS.items() if name != "bias"}
 
 
 def config(**keys: Any) -> RoutedExpertsMLPOpsConfig:

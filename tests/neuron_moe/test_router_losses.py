@@ -18,14 +18,7 @@ ALL = RouterLosses(balance=0.02, sequence=0.003, z=0.01)
 
 def build(act_fn: str = "softmax", top_k: int = K, **options: object) -> MoE:
     torch.manual_seed(0)
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=E,
-        top_k=top_k,
-        hidden_size=H,
-        intermediate_size=I,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
+    config = RoutedExpertsMLPOpsConfig(E, H, I, top_k, "silu", True)
     router = RouterTopK(E, top_k, H, act_fn=act_fn, **options)  # type: ignore[arg-type]
     return MoE(router, ExpertMLPsV2(config), return_router_logits=True, return_expert_index=True)
 

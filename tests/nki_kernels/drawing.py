@@ -1,6 +1,29 @@
-"""What random cases of all kernels share."""
+"""What cases of all kernels share."""
 
+from dataclasses import fields
 from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_moe.weights import ExpertWeights
+from nki_kernels.common.formula import ExpertFormula, limits
+
+GPT_OSS: dict[str, Any] = {
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "scale": 1.702,
+    "up_offset": 1.0,
+    "gate_limits": limits(None, 7.0),
+    "up_limits": limits(-7.0, 7.0),
+}
+SITU: dict[str, Any] = {
+    "activation": "sigmoid",
+    "gates_itself": True,
+    "gate_softcap": 0.7,  # so low that they act
+    "up_softcap": 1.1,
+}
 
 
 class Case(Protocol):
@@ -17,3 +40,26 @@ def is_taken(case: Case) -> bool:
     except ValueError:
         return False
     return True
+
+
+def make_records(kinds: tuple[type, ...], values: dict[str, Any]) -> list[Any]:
+    """Return a record of each kind that values make, by the names of their fields."""
+    names = [{entry.name for entry in fields(kind)} for kind in kinds]
+    known = set().union(*names)
+    assert set(values) <= known, set(values) - known
+    return [
+        kind(**{name: value for name, value in values.items() if name in mine})
+        for kind, mine in zip(kinds, names, strict=True)
+    ]
+
+
+def torch_weights(case: Any, formula: ExpertFormula) -> ExpertWeights:
+    """Return the weights of a case as the torch backend takes them, in bfloat16."""
+
+    def narrow(values: Any) -> Tensor | None:
+        return (
+            None if values is None else torch.from_numpy(np.asarray(values, np.float32)).bfloat16()
+        )
+
+    parts = (case.gate_up, case.down, case.gate_up_bias, case.down_bias)
+    return ExpertWeights(*map(narrow, parts), formula)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ KERNELS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
         nisa.dma_copy(two, a[64:128])
         nisa.tensor_tensor(two, <left=one[0:64]>, two, nl.add)
         nisa.tensor_copy(sum_ps, <shifted=one[0:64]>)
-        nisa.tensor_copy(<half=two[0:32, :]>, <other=two[32:64, :]>)
+        nisa.tensor_copy(<half=two[0:32, 0:32]>, <other=two[32:64, 0:32]>)
         nisa.tensor_tensor(two, two, <summed=sum_ps>, nl.add)
         y = nl.ndarray((64, 64), nl.float32, buffer=nl.shared_hbm)
         nisa.dma_copy(y, two)
@@ -226,7 +226,7 @@ FAULTS: dict[str, dict[str, dict[str, str]]] = {
             "nisa.dma_copy(shared[64 * core : 64 * core + 64], other)": RACE,
             "nisa.dma_copy(y[0:64], other)": RACE,
         },
-        "sent": {"own[0:32]": OPERAND},
+        "sent": {"own[0:32]": OPERAND, "other": OPERAND},
         "to": {"core": "DivergenceError", "2": OPERAND},
         "from": {"core": "DivergenceError"},
         "out": {"0:64": "race", "32 * core : 32 * core + 64": RACE},
@@ -264,7 +264,11 @@ FAULTS: dict[str, dict[str, dict[str, str]]] = {
         "bank": {"(0, 16384)": FULL, "(0, 2040)": FULL},
         "left": {"one[0:32]": OPERAND, "sum_ps": UNWRITTEN},
         "shifted": {"one[1:65]": OPERAND, "one[0:63]": OPERAND},
-        "half": {"two[1:33, :]": OPERAND, "two[8:40, :]": OPERAND},
+        "half": {
+            "two[1:33, 0:32]": OPERAND,
+            "two[8:40, 0:32]": OPERAND,
+            "two[32:64, 16:48]": "OverlapError",
+        },
         "summed": {"sum_ps[0:32]": OPERAND},
     },
     "turns": {
@@ -295,7 +299,7 @@ FAULTS: dict[str, dict[str, dict[str, str]]] = {
             "seen.append(row) if i > 1 else None": LANGUAGE,
         },
         "result": {"i": LANGUAGE},
-        "upper": {"total": OPERAND, "iterations > 1": LANGUAGE},
+        "upper": {"total": OPERAND, "iterations > 1": LANGUAGE, "count_sb == 3": LANGUAGE},
         "by": {", 0": LANGUAGE, ", iterations": LANGUAGE},
         "later": {"range(iterations)": LANGUAGE, "nisa.scalar_store(count_sb, 3)": OPERAND},
     },
@@ -356,7 +360,7 @@ TWINS: dict[str, dict[str, tuple[str, ...]]] = {
         "one": ("(0, 512)", "(64, 256)"),
         "two": ("(64, 0)", "(0, 212728)"),
         "bank": ("(0, 0)", "(0, 14336)"),
-        "half": ("two[32:64, :]",),
+        "half": ("two[32:64, 0:32]",),
     },
     "turns": {"reduce": ("nl.add", "nl.minimum"), "op": ("nl.copy", "nl.tanh"), "axis": ("(1,)",)},
     "loop": {

@@ -1,7 +1,8 @@
-"""Every checker finds the fault planted for it, and says nothing of the clean twin.
+"""Checkers find a fault to the byte, the row or the core, and say nothing of the clean twin.
 
 A fault and its twin differ in one number or one line. The message of a fault must name this file,
-the instruction and the operand.
+the instruction and the operand. What one instruction refuses is in tests/nki_sim/isa, more faults
+in test_mutated_kernels.py.
 """
 
 from __future__ import annotations
@@ -149,87 +150,7 @@ def placed_at(partition: int, byte: int) -> Kernel:
     return kernel
 
 
-def psum_at(byte: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        a = nl.ndarray((128, 64), nl.float32, buffer=nl.psum, address=(0, byte))
-        isa.memset(a, 1.0)
-        b = _tile(0.0)
-        isa.tensor_copy(b, a)
-        return _store(b)
-
-    return kernel
-
-
-# Partitions
-
-
-def start_at(partition: int, count: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        a, b = _tile(1.0), _tile(2.0)
-        rows = slice(partition, partition + count)
-        isa.tensor_tensor(b[rows], b[rows], a[0:count], nl.add)
-        return _store(b)
-
-    return kernel
-
-
-def partitions_of(count: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        return _store(_tile(1.0, (count, 8)))
-
-    return kernel
-
-
-# Engine access
-
-
-def copy_from(buffer: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        a = nl.ndarray((128, 64), nl.float32, buffer=buffer)
-        isa.memset(a, 1.0)
-        out = nl.ndarray((128, 64), nl.float32, buffer=nl.shared_hbm)
-        isa.dma_copy(out, a)
-        return out
-
-    return kernel
-
-
-def add_in(first: Any, second: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        a = nl.ndarray((128, 64), nl.float32, buffer=first)
-        b = nl.ndarray((128, 64), nl.float32, buffer=second)
-        isa.memset(a, 1.0)
-        isa.memset(b, 1.0)
-        c = nl.ndarray((128, 64), nl.float32)
-        isa.tensor_tensor(c, a, b, nl.add)
-        return _store(c)
-
-    return kernel
-
-
-def matmul_into(buffer: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        dst = nl.ndarray((128, 64), nl.float32, buffer=buffer)
-        isa.nc_matmul(dst, _tile(1.0, (128, 128)), _tile(1.0))
-        out = _tile(0.0)
-        isa.tensor_copy(out, dst)
-        return _store(out)
-
-    return kernel
-
-
-# Types and banks
-
-
-def matmul_types(left: Any, right: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        dst = nl.ndarray((128, 64), nl.float32, buffer=nl.psum)
-        isa.nc_matmul(dst, _tile(1.0, (128, 128), left), _tile(1.0, (128, 64), right))
-        out = _tile(0.0)
-        isa.tensor_copy(out, dst)
-        return _store(out)
-
-    return kernel
+# Banks and types
 
 
 def matmul_at_column(first: int) -> Kernel:
@@ -256,40 +177,10 @@ def hardware_dge_cast(dtype: Any) -> Kernel:
 # Bounds
 
 
-def gather(index: int) -> Kernel:
+def pattern_of(rows: int) -> Kernel:
     def kernel(x: Any) -> Any:
-        rows = _tile(0, (128, 1), nl.int32)
-        isa.memset(rows[0:32], index)
-        out = _tile(0.0, (128, 64))
-        isa.dma_copy(out, x.ap([[64, 128], [1, 64]], vector_offset=rows))
-        return _store(out)
-
-    return kernel
-
-
-def scalar_row(row: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        where = _tile(row, (1, 1), nl.int32)
-        out = _tile(0.0, (16, 64))
-        isa.dma_copy(out, x.ap([[64, 16], [1, 64]], scalar_offset=where))
-        return _store(out)
-
-    return kernel
-
-
-def pattern_of(count: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        out = _tile(0.0, (128, 64))
-        isa.dma_copy(out[:, 0:count], x.ap([[64, 128], [1, count]], offset=64 * 32))
-        return _store(out)
-
-    return kernel
-
-
-def index_of(row: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        out = _tile(0.0, (1, 64))
-        isa.dma_copy(out, x[row])
+        out = _tile(0.0, (rows, 64))
+        isa.dma_copy(out, x.ap([[64, rows], [1, 64]], offset=64 * 32))
         return _store(out)
 
     return kernel
@@ -322,71 +213,8 @@ def unwritten_middle(columns: slice) -> Kernel:
     return kernel
 
 
-def unwritten_integer(rows: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        a = nl.ndarray((128, 64), nl.int32)
-        isa.memset(a[0:rows], 3)
-        b = nl.ndarray((128, 64), nl.int32)
-        isa.tensor_copy(b, a)
-        return _store(b)
-
-    return kernel
-
-
-def unwritten_in_matmul(rows: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        a = nl.ndarray((128, 128), nl.bfloat16)
-        isa.memset(a[0:rows], 1.0)
-        dst = nl.ndarray((128, 64), nl.float32, buffer=nl.psum)
-        isa.nc_matmul(dst, a, _tile(1.0, (128, 64), nl.bfloat16))
-        out = _tile(0.0)
-        isa.tensor_copy(out, dst)
-        return _store(out)
-
-    return kernel
-
-
-def unwritten_index(count: int) -> Kernel:
-    def kernel(x: Any) -> Any:
-        rows = nl.ndarray((128, 1), nl.int32)
-        isa.memset(rows[0:count], 1)
-        out = _tile(0.0, (128, 64))
-        isa.dma_copy(out, x.ap([[64, 128], [1, 64]], vector_offset=rows))
-        return _store(out)
-
-    return kernel
-
-
 def _count(total: Any) -> None:
     isa.tensor_scalar(total, total, nl.add, 1.0)
-
-
-def unwritten_register(is_loaded: bool) -> Kernel:
-    def kernel(x: Any) -> Any:
-        register = isa.register_alloc(3 if is_loaded else None)
-        total = _tile(0.0, (1, 1))
-        nl.fori_loop(0, register, lambda _: _count(total))
-        return _store(total)
-
-    return kernel
-
-
-def skipped_rows(is_prepared: bool) -> Kernel:
-    """A skipping gather into a tile that was, or was not, filled before."""
-
-    def kernel(x: Any) -> Any:
-        rows = _tile(1, (128, 1), nl.int32)
-        isa.memset(rows[32:64], -1)
-        out = nl.ndarray((128, 64), nl.float32)
-        if is_prepared:
-            isa.memset(out, 0.0)
-        source = x.ap([[64, 128], [1, 64]], vector_offset=rows)
-        isa.dma_copy(out, source, oob_mode=isa.oob_mode.skip)
-        doubled = nl.ndarray((128, 64), nl.float32)
-        isa.tensor_tensor(doubled, out, out, nl.add)
-        return _store(doubled)
-
-    return kernel
 
 
 # PSUM accumulation
@@ -510,45 +338,7 @@ def loop_iterations(iterations: tuple[int, int]) -> Kernel:
     return kernel
 
 
-def barrier_on(cores: tuple[int, ...]) -> Kernel:
-    def kernel(x: Any) -> Any:
-        out = nl.ndarray((2, 64), nl.float32, buffer=nl.shared_hbm)
-        core = nl.program_id(0)
-        isa.dma_copy(out[core : core + 1], _tile(1.0, (1, 64)))
-        if core in cores:
-            isa.core_barrier(out, (0, 1))
-        return out
-
-    return kernel
-
-
 # Language
-
-
-def returned_from(buffer: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        out = nl.ndarray((128, 64), nl.float32, buffer=buffer)
-        isa.dma_copy(out, _tile(1.0))
-        return out
-
-    return kernel
-
-
-def register_as(use: str) -> Kernel:
-    def kernel(x: Any) -> Any:
-        register = isa.register_alloc(2)
-        total = _tile(0.0, (1, 1))
-        if use == "loop":
-            nl.fori_loop(0, register, lambda _: _count(total))
-        elif use == "if":
-            if register:
-                isa.tensor_scalar(total, total, nl.add, 1.0)
-        else:
-            for _ in range(register):  # type: ignore[call-overload]
-                isa.tensor_scalar(total, total, nl.add, 1.0)
-        return _store(total)
-
-    return kernel
 
 
 def loop_counter(is_written: bool) -> Kernel:
@@ -596,40 +386,8 @@ PLANTS: dict[str, Plant] = {
     "psum-nine-banks": Plant(psum_banks(9), psum_banks(8), E.CapacityError, "PSUM"),
     "address-overlap-by-one-element": Plant(placed(252), placed(256), E.OverlapError, "tensor"),
     "address-reused-too-early": Plant(placed(0), placed_after_use, E.OverlapError, "tensor"),
-    "address-beyond-the-end": Plant(
-        placed_at(0, SBUF_BYTES - 255), placed_at(0, SBUF_BYTES - 256), E.CapacityError, "tensor"
-    ),
     "address-beyond-partition-127": Plant(
         placed_at(96, 0), placed_at(64, 0), E.CapacityError, "address"
-    ),
-    "address-inside-a-bank": Plant(psum_at(1024), psum_at(2048), E.CapacityError, "address"),
-    "start-partition-16": Plant(start_at(16, 16), start_at(32, 16), E.IllegalOperand, "dst"),
-    "start-partition-32-with-33": Plant(
-        start_at(32, 33), start_at(32, 32), E.IllegalOperand, "dst"
-    ),
-    "start-partition-32-with-64": Plant(
-        start_at(32, 64), start_at(64, 64), E.IllegalOperand, "dst"
-    ),
-    "129-partitions": Plant(partitions_of(129), partitions_of(128), E.CapacityError, "shape"),
-    "dma-from-psum": Plant(copy_from(nl.psum), copy_from(nl.sbuf), E.IllegalOperand, "src"),
-    "both-inputs-in-psum": Plant(
-        add_in(nl.psum, nl.psum), add_in(nl.psum, nl.sbuf), E.IllegalOperand, "data2"
-    ),
-    "vector-on-hbm": Plant(
-        add_in(nl.sbuf, nl.private_hbm), add_in(nl.sbuf, nl.psum), E.IllegalOperand, "dst"
-    ),
-    "matmul-into-sbuf": Plant(matmul_into(nl.sbuf), matmul_into(nl.psum), E.IllegalOperand, "dst"),
-    "matmul-float32-with-bfloat16": Plant(
-        matmul_types(nl.float32, nl.bfloat16),
-        matmul_types(nl.float16, nl.bfloat16),
-        E.IllegalOperand,
-        "moving",
-    ),
-    "matmul-on-integers": Plant(
-        matmul_types(nl.int8, nl.int8),
-        matmul_types(nl.float8_e4m3, nl.float8_e5m2),
-        E.IllegalOperand,
-        "stationary",
     ),
     "matmul-across-banks": Plant(
         matmul_at_column(256), matmul_at_column(512), E.IllegalOperand, "dst"
@@ -637,11 +395,7 @@ PLANTS: dict[str, Plant] = {
     "hwdge-cast": Plant(
         hardware_dge_cast(nl.bfloat16), hardware_dge_cast(nl.float32), E.IllegalOperand, "dst"
     ),
-    "gather-one-past-the-end": Plant(gather(100), gather(99), E.OutOfBounds, "src"),
-    "gather-negative": Plant(gather(-1), gather(0), E.OutOfBounds, "src"),
-    "scalar-offset-past-the-end": Plant(scalar_row(85), scalar_row(84), E.OutOfBounds, "src"),
-    "pattern-past-the-end": Plant(pattern_of(33), gather(0), E.OutOfBounds, "x"),
-    "index-past-the-end": Plant(index_of(100), index_of(99), E.OutOfBounds, "x"),
+    "pattern-past-the-end": Plant(pattern_of(69), pattern_of(68), E.OutOfBounds, "x"),
     "pattern-into-the-next-partition": Plant(
         partition_overrun(33), partition_overrun(32), E.OutOfBounds, "tensor"
     ),
@@ -651,26 +405,8 @@ PLANTS: dict[str, Plant] = {
         E.UninitializedRead,
         "tensor",
     ),
-    "unwritten-integers": Plant(
-        unwritten_integer(127), unwritten_integer(128), E.UninitializedRead, "tensor"
-    ),
-    "unwritten-row-in-a-matmul": Plant(
-        unwritten_in_matmul(96), unwritten_in_matmul(128), E.UninitializedRead, "tensor"
-    ),
-    "unwritten-index": Plant(
-        unwritten_index(96), unwritten_index(128), E.UninitializedRead, "tensor"
-    ),
-    "unwritten-register": Plant(
-        unwritten_register(False), unwritten_register(True), E.UninitializedRead, "register"
-    ),
-    "skipped-rows-unprepared": Plant(
-        skipped_rows(False), skipped_rows(True), E.UninitializedRead, "tensor"
-    ),
     "accumulate-on-nothing": Plant(
         accumulate_first(True), accumulate_first(None), E.AccumulateError, "dst"
-    ),
-    "accumulate-on-nothing-but-false": Plant(
-        accumulate_first(True), accumulate_first(False), E.AccumulateError, "dst"
     ),
     "race-write-then-read": Plant(
         exchange_through_hbm(False), exchange_through_hbm(True), E.RaceError, "tensor", lnc=2
@@ -687,16 +423,6 @@ PLANTS: dict[str, Plant] = {
     ),
     "iteration-counts-differ": Plant(
         loop_iterations((2, 3)), loop_iterations((3, 3)), E.DivergenceError, "control flow", lnc=2
-    ),
-    "barrier-on-one-core": Plant(
-        barrier_on((0,)), barrier_on((0, 1)), E.DeadlockError, "cores", lnc=2
-    ),
-    "returned-from-private-memory": Plant(
-        returned_from(nl.private_hbm), returned_from(nl.shared_hbm), E.IllegalOperand, "tensor"
-    ),
-    "register-in-an-if": Plant(register_as("if"), register_as("loop"), E.LanguageError, "register"),
-    "register-in-a-range": Plant(
-        register_as("range"), register_as("loop"), E.LanguageError, "register"
     ),
     "loop-counter-written": Plant(
         loop_counter(True),
@@ -721,6 +447,7 @@ def test_a_planted_fault_is_found(name: str) -> None:
     assert "expected" in message
     assert "found" in message
     assert plant.operand in message
+    assert f"{__file__}:" in message
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -728,14 +455,6 @@ def test_the_clean_twin_of_a_fault_passes(name: str) -> None:
     plant = PLANTS[name]
     run = nki_sim.run(plant.twin, rows(), lnc=plant.lnc, options=SimOptions(**plant.options))
     assert run.findings == []
-
-
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_fault_names_this_file_and_line(name: str) -> None:
-    plant = PLANTS[name]
-    with pytest.raises(plant.error) as caught:
-        nki_sim.run(plant.fault, rows(), lnc=plant.lnc, options=SimOptions(**plant.options))
-    assert f"{__file__}:" in str(caught.value)
 
 
 def test_an_unwritten_value_is_blamed_on_the_instruction_that_first_read_it() -> None:

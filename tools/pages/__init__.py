@@ -17,7 +17,6 @@ from neuron_moe.tools.pages.page import (
     write_page,
 )
 from neuron_moe.tools.pages.pictures import picture_of
-from neuron_moe.tools.pages.screen import Screen
 
 __all__ = [
     "Bar",
@@ -28,7 +27,6 @@ __all__ = [
     "Page",
     "Picture",
     "Row",
-    "Screen",
     "Section",
     "Table",
     "Text",

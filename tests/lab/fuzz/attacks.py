@@ -8,9 +8,7 @@ from tests.lab.fuzz.checkpoints import attack_checkpoint
 from tests.lab.fuzz.command_lines import attack_command_line
 from tests.lab.fuzz.configs import attack_config
 from tests.lab.fuzz.edits import attack_edits
-from tests.lab.fuzz.kernels import attack_kernel
 from tests.lab.fuzz.modules import attack_module
-from tests.lab.fuzz.own_kernels import attack_own_kernel
 from tests.lab.fuzz.ranks import attack_ranks
 
 
@@ -29,7 +27,5 @@ ATTACKS: dict[str, Callable[[int, Path], str]] = {
     "checkpoints": _attack_checkpoint,
     "configs": attack_config,
     "commands": attack_command_line,
-    "kernels": attack_kernel,
-    "own_kernels": attack_own_kernel,
     "ranks": lambda seed, _: attack_ranks(seed),
 }

@@ -168,14 +168,7 @@ def test_extra_experts_that_do_not_divide_are_refused_with_a_number_that_does() 
 
 
 def test_a_layer_refuses_a_placement_of_other_experts_or_ranks() -> None:
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=8,
-        top_k=2,
-        hidden_size=16,
-        intermediate_size=16,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
+    config = RoutedExpertsMLPOpsConfig(8, 16, 16, 2, "silu", True)
     with pytest.raises(ValueError, match="places 4 experts, must place num_experts=8"):
         ExpertMLPsV2(config, placement=ExpertPlacement.contiguous(4, 2))
     with (
@@ -187,15 +180,7 @@ def test_a_layer_refuses_a_placement_of_other_experts_or_ranks() -> None:
 
 def test_expert_distribution_of_nxd_is_a_placement() -> None:
     distribution = [[0, 1, 2], [3, 2, 0]]
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=4,
-        top_k=2,
-        hidden_size=16,
-        intermediate_size=16,
-        hidden_act="silu",
-        glu_mlp=True,
-        expert_distribution=distribution,
-    )
+    config = RoutedExpertsMLPOpsConfig(4, 16, 16, 2, "silu", True, expert_distribution=distribution)
     with parallel_state.as_rank(ParallelConfig(ep=2), 1):
         experts = ExpertMLPsV2(config)
     assert experts.local_experts() == (3, 2, 0)
@@ -292,14 +277,7 @@ def test_a_stretched_load_keeps_its_shape() -> None:
 def test_loads_counted_on_ranks_add_up_to_the_loads_of_one_process(run_ranks: Any) -> None:
     def layer_of(sp: bool) -> MoE:
         torch.manual_seed(0)
-        config = RoutedExpertsMLPOpsConfig(
-            num_experts=8,
-            top_k=2,
-            hidden_size=16,
-            intermediate_size=16,
-            hidden_act="silu",
-            glu_mlp=True,
-        )
+        config = RoutedExpertsMLPOpsConfig(8, 16, 16, 2, "silu", True)
         return MoE(RouterTopK(8, 2, 16), ExpertMLPsV2(config), sequence_parallel_enabled=sp)
 
     hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
@@ -335,14 +313,7 @@ def test_loads_counted_on_ranks_add_up_to_the_loads_of_one_process(run_ranks: An
 
 
 def test_explain_counts_replicas_as_experts() -> None:
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=4,
-        top_k=2,
-        hidden_size=16,
-        intermediate_size=16,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
+    config = RoutedExpertsMLPOpsConfig(4, 16, 16, 2, "silu", True)
     placement = ExpertPlacement((0, 1, 2, 3, 0, 0), 1, 4)
     layer = MoE(RouterTopK(4, 2, 16), ExpertMLPsV2(config, placement=placement))
     layer.enable_load_counters()

@@ -33,14 +33,7 @@ from neuron_moe.sharded.sharding import shard_state_dict
 
 def small_layer(**settings: Any) -> MoE:
     torch.manual_seed(0)
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=8,
-        top_k=2,
-        hidden_size=16,
-        intermediate_size=32,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
+    config = RoutedExpertsMLPOpsConfig(8, 16, 32, 2, "silu", True)
     return MoE(RouterTopK(8, 2, 16), ExpertMLPsV2(config), **settings)
 
 

@@ -24,15 +24,7 @@ def small_layer(
     compat: str | None = None,
     **changes: Any,
 ) -> MoE:
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=8,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=32,
-        hidden_act="silu",
-        glu_mlp=True,
-        **changes,
-    )
+    config = RoutedExpertsMLPOpsConfig(8, hidden, 32, top_k, "silu", True, **changes)
     torch.manual_seed(0)
     experts = ExpertMLPsV2(config, strategy=strategy, compat=compat)
     return MoE(RouterTopK(8, top_k, hidden), experts, reduce_dtype=reduce_dtype)

@@ -23,15 +23,7 @@ SIZE = 4
 
 
 def small_layer() -> MoE:
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=8,
-        top_k=2,
-        hidden_size=16,
-        intermediate_size=32,
-        hidden_act="silu",
-        glu_mlp=True,
-        bias=True,
-    )
+    config = RoutedExpertsMLPOpsConfig(8, 16, 32, 2, "silu", True, bias=True)
     shared = SharedExperts(16, 32, 1, "silu")
     return MoE(RouterTopK(8, 2, 16), ExpertMLPsV2(config), shared)
 

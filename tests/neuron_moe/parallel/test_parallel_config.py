@@ -139,14 +139,7 @@ def test_tensor_parallel_neighbours_are_contiguous() -> None:
 
 
 def experts_config(experts: int = 128) -> RoutedExpertsMLPOpsConfig:
-    return RoutedExpertsMLPOpsConfig(
-        num_experts=experts,
-        top_k=8,
-        hidden_size=64,
-        intermediate_size=96,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
+    return RoutedExpertsMLPOpsConfig(experts, 64, 96, 8, "silu", True)
 
 
 def test_the_guides_sizes_give_each_of_64_ranks_its_shard() -> None:

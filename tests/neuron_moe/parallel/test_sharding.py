@@ -25,15 +25,7 @@ E, H, I = 8, 16, 24  # noqa: E741  the axis letters of the project
 
 
 def build(*, fused: bool = False, placement: ExpertPlacement | None = None) -> MoE:
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=E,
-        top_k=2,
-        hidden_size=H,
-        intermediate_size=I,
-        hidden_act="silu",
-        glu_mlp=True,
-        bias=True,
-    )
+    config = RoutedExpertsMLPOpsConfig(E, H, I, 2, "silu", True, bias=True)
     shared = SharedExperts(H, I, 1, "silu", fused_gate_up_projection=fused)
     return MoE(RouterTopK(E, 2, H), ExpertMLPsV2(config, placement=placement), shared)
 

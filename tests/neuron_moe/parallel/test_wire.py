@@ -26,14 +26,7 @@ FLOAT = 4
 
 def build_layer(config: ParallelConfig, dtype: torch.dtype = torch.float32) -> MoE:
     torch.manual_seed(0)
-    experts = RoutedExpertsMLPOpsConfig(
-        num_experts=E,
-        top_k=K,
-        hidden_size=H,
-        intermediate_size=32,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
+    experts = RoutedExpertsMLPOpsConfig(E, H, 32, K, "silu", True)
     return MoE(
         RouterTopK(E, K, H),
         ExpertMLPsV2(experts, dtype=dtype),

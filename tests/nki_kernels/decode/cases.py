@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +11,8 @@ import torch
 
 import nki_sim
 from neuron_moe.backends.chosen_experts import chosen_experts
-from neuron_moe.weights import ExpertWeights, LocalRouting
-from nki_kernels.common.formula import ExpertFormula, limits
+from neuron_moe.weights import LocalRouting
+from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.decode.config import (
     DecodeConfig,
     DecodeRequest,
@@ -24,6 +24,7 @@ from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.reference import decode_moe_ref
+from tests.nki_kernels.drawing import make_records, torch_weights
 from tests.nki_kernels.routings import choose_experts, sizes_in
 
 BF16 = ml_dtypes.bfloat16
@@ -32,32 +33,12 @@ DTYPES = {
     "float8_e4m3": ml_dtypes.float8_e4m3,
     "float8_e5m2": ml_dtypes.float8_e5m2,
 }
-GPT_OSS: dict[str, Any] = {
-    "activation": "sigmoid",
-    "gates_itself": True,
-    "scale": 1.702,
-    "up_offset": 1.0,
-    "gate_limits": limits(None, 7.0),
-    "up_limits": limits(-7.0, 7.0),
-}
-SITU: dict[str, Any] = {
-    "activation": "sigmoid",
-    "gates_itself": True,
-    "gate_softcap": 0.7,  # so low that they act
-    "up_softcap": 1.1,
-}
 Records = tuple[ExpertFormula, WeightForm, DecodeRequest]
 
 
 def records(options: dict[str, Any]) -> Records:
     """Return the records that options make, by the names of their fields."""
-    found = []
-    for kind in (ExpertFormula, WeightForm, DecodeRequest):
-        names = {entry.name for entry in fields(kind)}
-        found.append(kind(**{name: value for name, value in options.items() if name in names}))
-    known = {entry.name for record in found for entry in fields(record)}
-    assert set(options) <= known, set(options) - known
-    formula, weights, request = found
+    formula, weights, request = make_records((ExpertFormula, WeightForm, DecodeRequest), options)
     return formula, weights, request
 
 
@@ -183,16 +164,6 @@ class Decode:
     def torch_output(self) -> Any:
         """Return [T, H] float64 as the torch backend computes it in bfloat16."""
         formula, _, request = self.records()
-        bf16 = torch.bfloat16
-        weights = ExpertWeights(
-            torch.from_numpy(self.gate_up).to(bf16),
-            torch.from_numpy(self.down).to(bf16),
-            None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
-            None
-            if self.down_bias is None
-            else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
-            formula,
-        )
         local_TK = self.index_TK - self.first
         is_local = (local_TK >= 0) & (local_TK < self.E)
         given = self.affinities_TK
@@ -203,8 +174,8 @@ class Decode:
             torch.from_numpy(np.where(is_local, given, 0).astype(np.float32)),
             request.scaling == "pre",
         )
-        hidden = torch.from_numpy(self.hidden_TH.astype(np.float32)).to(bf16)
-        return chosen_experts(hidden, routing, weights).double().numpy()
+        hidden = torch.from_numpy(self.hidden_TH.astype(np.float32)).bfloat16()
+        return chosen_experts(hidden, routing, torch_weights(self, formula)).double().numpy()
 
     def touched(self) -> int:
         """Return the local experts that some token chose."""

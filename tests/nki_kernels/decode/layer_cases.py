@@ -23,7 +23,8 @@ from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.router import pack_router_weight
 from nki_kernels.decode.shared import pack_shared_experts
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Records, records
+from tests.nki_kernels.decode.cases import Records, records
+from tests.nki_kernels.drawing import GPT_OSS, SITU
 
 BF16 = ml_dtypes.bfloat16
 Array = np.ndarray[Any, Any]

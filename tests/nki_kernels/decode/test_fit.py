@@ -14,7 +14,8 @@ from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import weight_shapes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions, TensorSpec
-from tests.nki_kernels.decode.cases import GPT_OSS, records
+from tests.nki_kernels.decode.cases import records
+from tests.nki_kernels.drawing import GPT_OSS
 from tests.nki_kernels.routings import choose_experts
 from tests.rows import thinned
 

@@ -22,7 +22,8 @@ from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode, records, sized
+from tests.nki_kernels.decode.cases import Decode, records, sized
+from tests.nki_kernels.drawing import GPT_OSS, SITU
 from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 

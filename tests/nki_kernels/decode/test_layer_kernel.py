@@ -34,6 +34,7 @@ from nki_kernels.decode.layout import weight_shapes
 from nki_kernels.decode.norm import _vector_share
 from nki_kernels.decode.shared import num_parts, pack_shared_experts
 from nki_sim import SimOptions, TensorSpec
+from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.nki_kernels.decode.layer_cases import (
     BF16,
     FAMILIES,
@@ -269,16 +270,6 @@ def test_the_residual_may_be_the_input() -> None:
 
 # The layer of neuron_moe.
 
-GPT_OSS: dict[str, Any] = {
-    "hidden_act": "sigmoid",
-    "glu_type": "swiglu",
-    "hidden_act_scaling_factor": 1.702,
-    "hidden_act_bias": 1.0,
-    "gate_clamp_upper_limit": 7.0,
-    "up_clamp_upper_limit": 7.0,
-    "up_clamp_lower_limit": -7.0,
-    "bias": True,
-}
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", GPT_OSS),
     "qwen3": ("qwen3", {"hidden_act": "silu"}),

@@ -13,8 +13,9 @@ from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
 from nki_sim.isa import mx_formats
-from tests.nki_kernels.decode.cases import GPT_OSS, records
+from tests.nki_kernels.decode.cases import records
 from tests.nki_kernels.decode.mx_cases import MXFP4, MXFP8, MXFP8_WIDE, MxDecode
+from tests.nki_kernels.drawing import GPT_OSS
 from tests.nki_kernels.traces import measured_cost
 
 # Of the largest output. Where float32 and float64 round to neighbours in 8 bits, an element of a

@@ -11,7 +11,7 @@ import pytest
 from nki_kernels.common.formula import limits
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
-from tests.nki_kernels.decode.cases import GPT_OSS, SITU, Decode
+from tests.nki_kernels.decode.cases import Decode
 from tests.nki_kernels.decode.layer_cases import (
     BF16,
     FAMILIES,
@@ -23,7 +23,7 @@ from tests.nki_kernels.decode.layer_cases import (
 )
 from tests.nki_kernels.decode.test_kernel import ROUTINGS
 from tests.nki_kernels.decode.test_layer_kernel import E4M3, assert_close
-from tests.nki_kernels.drawing import is_taken
+from tests.nki_kernels.drawing import GPT_OSS, SITU, is_taken
 from tests.nki_kernels.traces import measured_cost
 
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +12,8 @@ import torch
 import nki_sim
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.blocks import build_block_mapping
-from neuron_moe.weights import ExpertWeights, LocalRouting
-from nki_kernels.common.formula import ExpertFormula, limits, num_projections
+from neuron_moe.weights import LocalRouting
+from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, split_parts, three_terms
 from nki_kernels.common.work_tiles import WorkTileLists
 from nki_kernels.prefill import (
@@ -29,35 +29,18 @@ from nki_kernels.prefill import (
     work_tiles_of,
 )
 from nki_kernels.prefill.config import with_loop
+from tests.nki_kernels.drawing import make_records, torch_weights
 from tests.nki_kernels.routings import choose_experts, sizes_in
 
 BF16 = ml_dtypes.bfloat16
-GPT_OSS: dict[str, Any] = {
-    "activation": "sigmoid",
-    "gates_itself": True,
-    "scale": 1.702,
-    "up_offset": 1.0,
-    "gate_limits": limits(None, 7.0),
-    "up_limits": limits(-7.0, 7.0),
-}
-SITU: dict[str, Any] = {
-    "activation": "sigmoid",
-    "gates_itself": True,
-    "gate_softcap": 0.7,  # so low that they act
-    "up_softcap": 1.1,
-}
 Records = tuple[ExpertFormula, ExpertSizes, PrefillWork, PlanRequest]
 
 
 def records(**values: Any) -> Records:
     """Return the records that values make, by the names of their fields."""
-    found = []
-    for kind in (ExpertFormula, ExpertSizes, PrefillWork, PlanRequest):
-        names = {entry.name for entry in fields(kind)}
-        found.append(kind(**{name: value for name, value in values.items() if name in names}))
-    known = {entry.name for record in found for entry in fields(record)}
-    assert set(values) <= known, set(values) - known
-    formula, sizes, work, request = found
+    formula, sizes, work, request = make_records(
+        (ExpertFormula, ExpertSizes, PrefillWork, PlanRequest), values
+    )
     return formula, sizes, work, request
 
 
@@ -226,17 +209,7 @@ class Prefill:
         """Return [N*B, H] float64 as the torch backend computes it in bfloat16."""
         live = np.flatnonzero(self.slots >= 0)
         formula = self.records()[0]
-        bf16 = torch.bfloat16
-        weights = ExpertWeights(
-            torch.from_numpy(self.gate_up).to(bf16),
-            torch.from_numpy(self.down).to(bf16),
-            None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
-            None
-            if self.down_bias is None
-            else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
-            formula,
-        )
-        rows = torch.from_numpy(self.hidden_TH.astype(np.float32)[self.slots[live]]).to(bf16)
+        rows = torch.from_numpy(self.hidden_TH.astype(np.float32)[self.slots[live]]).bfloat16()
         expert = np.repeat(self.block_to_expert, self.B)[live]
         scale = self.slot_scale()[live]
         scaling = self.options.get("scaling", "none")
@@ -246,7 +219,7 @@ class Prefill:
             torch.from_numpy(ones if scaling == "none" else scale).reshape(-1, 1),
             scaling == "pre",
         )
-        result = chosen_experts(rows, routing, weights).double()
+        result = chosen_experts(rows, routing, torch_weights(self, formula)).double()
         full = np.zeros((len(self.slots), self.H))
         full[live] = result
         return full

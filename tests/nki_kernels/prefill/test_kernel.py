@@ -21,7 +21,8 @@ from nki_kernels.prefill import (
 )
 from nki_kernels.prefill.memory import sbuf_bytes
 from nki_sim import SimOptions
-from tests.nki_kernels.prefill.cases import GPT_OSS, SITU, Prefill, config_of, sized
+from tests.nki_kernels.drawing import GPT_OSS, SITU
+from tests.nki_kernels.prefill.cases import Prefill, config_of, sized
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the

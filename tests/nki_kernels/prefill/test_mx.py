@@ -10,7 +10,8 @@ import pytest
 from nki_kernels.prefill.cost import cost_blockwise_moe
 from nki_sim import SimOptions
 from tests.nki_kernels.decode.mx_cases import MXFP4, MXFP8, MXFP8_WIDE
-from tests.nki_kernels.prefill.cases import GPT_OSS, config_of
+from tests.nki_kernels.drawing import GPT_OSS
+from tests.nki_kernels.prefill.cases import config_of
 from tests.nki_kernels.prefill.mx_cases import MxPrefill
 from tests.nki_kernels.traces import measured_cost
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nki_kernels.common.formula import limits
-from tests.nki_kernels.drawing import is_taken
-from tests.nki_kernels.prefill.cases import GPT_OSS, SITU, Prefill
+from tests.nki_kernels.drawing import GPT_OSS, SITU, is_taken
+from tests.nki_kernels.prefill.cases import Prefill
 
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")

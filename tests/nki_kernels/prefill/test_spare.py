@@ -9,8 +9,9 @@ import pytest
 
 from nki_kernels.prefill import cost_blockwise_moe, output_tiles
 from nki_kernels.prefill.memory import sbuf_bytes
+from tests.nki_kernels.drawing import GPT_OSS
 from tests.nki_kernels.no_skips import SkipUsedError, forbid_skips
-from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill, config_of
+from tests.nki_kernels.prefill.cases import Prefill, config_of
 from tests.nki_kernels.prefill.test_kernel import RMS_FACTOR, WORST_FACTOR
 
 CASES: dict[str, tuple[int, int, int, int, int, int, bool, dict[str, Any]]] = {

@@ -469,16 +469,6 @@ def test_a_transpose_reverses_the_axes(shape: tuple[int, ...], order: Any, dtype
     assert result["dst"].tobytes() == expected.tobytes()
 
 
-def test_the_hardware_transposes_three_axes_of_16_rows_in_all() -> None:
-    values = RANDOM.normal(size=(8, 2, 100)).astype(BF16)
-    result = execute(
-        lambda dst, x: isa.dma_transpose(dst, x, dge_mode=isa.dge_mode.hwdge),
-        dst=Tile(shape=(100, 2, 8), dtype="bfloat16", space="hbm"),
-        x=hbm(values),
-    )
-    assert np.array_equal(result["dst"], values.transpose(2, 1, 0))
-
-
 @pytest.mark.parametrize("columns", [1, 2], ids=["one-column", "two-columns"])
 def test_a_transpose_of_gathered_rows_counts_indices_column_by_column(columns: int) -> None:
     values = RANDOM.normal(size=(300, 64)).astype(BF16)
@@ -527,18 +517,6 @@ TRANSPOSE_REFUSALS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, st
     "shape": (lambda d, x: isa.dma_transpose(d[0:99], x), (16, 100), BF16, "shape"),
     "one-byte": (lambda d, x: isa.dma_transpose(d, x), (16, 100), np.int8, "2 or 4 bytes"),
     "axes": (lambda d, x: isa.dma_transpose(d, x, axes=(0, 1)), (16, 100), BF16, "axes"),
-    "hwdge-rows": (
-        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
-        (17, 100),
-        BF16,
-        "16 rows",
-    ),
-    "hwdge-columns": (
-        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
-        (16, 16, 129),
-        BF16,
-        "at most 128",
-    ),
     "hwdge-four-bytes": (
         lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
         (16, 100),

@@ -319,7 +319,6 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "offset: expected a 32-bit",
     ),
     "select-psum": (select, SELECT | {"x": PSUM}, "on_true_tile: expected a tensor in SBUF"),
-    "select-elements": (select, SELECT | {"x": Tile(X[:, :6])}, "on_true_tile: expected 24 el"),
     "select-op": (
         lambda **tiles: select(**tiles, cmp_op=nl.add),
         SELECT,
@@ -329,11 +328,6 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         isa.local_gather,
         ROWS_20 | {"index": Tile(np.zeros((20, 2), np.uint16))},
         "src_buffer: expected a multiple of 16 partitions; found 20",
-    ),
-    "gather-index-rows": (
-        isa.local_gather,
-        GATHER | {"index": Tile(np.zeros((16, 2), np.uint16))},
-        "index: expected 32 partitions",
     ),
     "gather-index-dtype": (
         isa.local_gather,
@@ -360,11 +354,6 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         GATHER | {"index": Tile(np.zeros((32, 257), np.uint16))},
         "num_valid_indices: expected 1 to 4096",
     ),
-    "gather-dst": (
-        isa.local_gather,
-        GATHER | {"dst": out(shape=(32, 31))},
-        "dst: expected 32 elements",
-    ),
     "gather-psum": (isa.local_gather, GATHER | {"src_buffer": PSUM}, "src_buffer: expected a"),
     "n-gather-dtype": (
         isa.nc_n_gather,
@@ -376,13 +365,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         N_GATHER | {"dst": out("bfloat16", (32, 2))},
         "dst: expected float32 like",
     ),
-    "n-gather-elements": (isa.nc_n_gather, N_GATHER | {"dst": out()}, "dst: expected 2 elements"),
     "n-gather-psum": (isa.nc_n_gather, N_GATHER | {"data": PSUM}, "data: expected a tensor"),
-    "nonzero-elements": (
-        isa.nonzero_with_count,
-        NONZERO | {"dst": out("int32")},
-        "dst: expected 25 elements",
-    ),
     "nonzero-src-dtype": (
         isa.nonzero_with_count,
         NONZERO | {"src": Tile(X.astype(np.int16))},
@@ -422,11 +405,6 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         {"dst": out(shape=(1, 24)), "x": Tile(X)},
         "op: expected add, average",
     ),
-    "reduce-dst": (
-        lambda dst, x: isa.tensor_partition_reduce(dst, nl.add, x),
-        SELECT,
-        "dst: expected 1 part",
-    ),
     "reduce-bits-float": (
         lambda dst, x: isa.tensor_partition_reduce(dst, nl.bitwise_or, x),
         {"dst": out(shape=(1, 24)), "x": Tile(X)},
@@ -437,20 +415,10 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         {"dst": out(shape=(1, 24)), "x": PSUM},
         "data: expected a tensor in SBUF",
     ),
-    "bounds-partitions": (
-        isa.sequence_bounds,
-        {"dst": out(shape=(1, 48)), "segment_ids": Tile(X)},
-        "segment_ids: expected 1 partition",
-    ),
     "bounds-dtype": (
         isa.sequence_bounds,
         {"dst": out(shape=(1, 48)), "segment_ids": Tile(np.zeros((1, 24), np.uint8))},
         "segment_ids: expected float32 or int32",
-    ),
-    "bounds-elements": (
-        isa.sequence_bounds,
-        {"dst": out(shape=(1, 24)), "segment_ids": Tile(X[:1])},
-        "dst: expected 48 elements",
     ),
 }
 

@@ -261,9 +261,6 @@ def activate(dst: Any, x: Any, **options: Any) -> None:
 
 UNARY = {"dst": out(), "x": Tile(X)}
 REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
-    "hbm": (activate, UNARY | {"x": Tile(X, space="hbm")}, "trn2", "data: expected a tensor"),
-    "elements": (activate, UNARY | {"x": Tile(X[:, :4])}, "trn2", "dst: expected 4 elements"),
-    "partitions": (activate, UNARY | {"x": Tile(X[:8])}, "trn2", "dst: expected 8 partitions"),
     "packed": (
         activate,
         UNARY | {"x": Tile(X.view(np.uint32), "float8_e5m2_x4")},
@@ -287,12 +284,6 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
         UNARY | {"s": Tile(S.astype(BF16))},
         "trn2",
         "scale: expected a number or a float32 tensor; found bfloat16",
-    ),
-    "scale-shape": (
-        lambda dst, x, s: activate(dst, x, scale=s),
-        UNARY | {"s": Tile(X)},
-        "trn2",
-        r"scale: expected a number or a tensor of shape \(40, 1\)",
     ),
     "bias-tfloat32": (
         lambda dst, x, b: activate(dst, x, bias=b),
@@ -329,12 +320,6 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
         UNARY,
         "trn2",
         "reduce_cmd: expected a reset_reduce",
-    ),
-    "result-shape": (
-        lambda dst, x: isa.activation_reduce(dst, nl.exp, x, nl.add, x),
-        UNARY,
-        "trn2",
-        r"reduce_res: expected a tensor of shape \(40, 1\)",
     ),
     "gpsimd-gen3": (
         lambda dst, x: activate(dst, x, engine=isa.engine.gpsimd),

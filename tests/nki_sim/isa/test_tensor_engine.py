@@ -301,16 +301,8 @@ def matmul(**keywords: Any) -> Callable[..., Any]:
 
 
 REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
-    "k-differs": (matmul(), MM | {"b": Tile(normal((63, 64)))}, "64 partitions"),
     "start-differs": (matmul(), MM | {"b": Tile(normal((64, 64)), start=64)}, "start partition 0"),
     "m-129": (matmul(), MM | {"a": Tile(normal((64, 129)))}, "at most 128"),
-    "n-513": (
-        matmul(),
-        MM | {"b": Tile(normal((64, 513))), "dst": psum((32, 513))},
-        "at most 512",
-    ),
-    "dst-columns": (matmul(), MM | {"dst": psum((32, 63))}, "dst"),
-    "dst-rows": (matmul(), MM | {"dst": psum((31, 64))}, "dst"),
     "dst-bfloat16": (matmul(), MM | {"dst": psum((32, 64), "bfloat16")}, "gen4"),
     "operand-in-psum": (matmul(), MM | {"a": Tile(BF, space="psum")}, "SBUF"),
     "double-row-of-three": (

@@ -82,6 +82,7 @@ BODIES = {
     "complex": ("NKI029", "y = 1j", "y = 1.0"),
     "nested-class": ("NKI030", "class Inner(NKIObject):\n    pass", "y = NKIObject()"),
     "set": ("NKI031", "y = {1, 2}", "y = [1, 2]"),
+    "register-compared": ("NKI038", "y = nisa.register_alloc(2) == 2", "y = n == 2"),
 }
 
 

@@ -15,7 +15,6 @@ from neuron_moe.tools.pages import (
     Listing,
     Page,
     Row,
-    Screen,
     Section,
     Table,
     Text,
@@ -93,22 +92,6 @@ def test_a_cell_is_sorted_by_its_number(cell: str, value: float) -> None:
 @pytest.mark.parametrize("cell", ["", "-", "none", "TP 8"])
 def test_a_cell_without_a_number_has_none(cell: str) -> None:
     assert sort_value(cell) == ""
-
-
-def test_what_a_screen_prints_stands_in_its_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    screen = Screen()
-    screen.say("a line")
-    screen.show_table(TABLE.rows)
-    screen.write(tmp_path / "new" / "out.html", "A benchmark", remarks=["measured"])
-    html = (tmp_path / "new" / "out.html").read_text()
-    printed = capsys.readouterr().out
-    check_page(html)
-    for text in ("a line", "900 KiB", "A benchmark", "measured"):
-        assert text in html
-    assert "a line" in printed
-    assert "900 KiB" in printed
 
 
 def test_sections_of_a_long_print_have_titles_and_long_tables_unfold() -> None:

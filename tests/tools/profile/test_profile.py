@@ -218,15 +218,6 @@ def test_the_page_has_the_lanes_the_lines_and_what_was_asked(file: Path, tmp_pat
         assert words_of_it in page, words_of_it
 
 
-def test_help_is_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert end.value.code == 0
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 80
-
-
 @pytest.mark.skipif(
     LIBRARY_VARIABLE not in os.environ,
     reason=f"{LIBRARY_VARIABLE} is not set: it names a checkout of the vendor's kernel library",
