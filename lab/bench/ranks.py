@@ -31,9 +31,8 @@ from neuron_moe.tools.parsers import Parser
 from nki_kernels.common.rank_sums import COLLECTIVES, RankSum
 from nki_sim.hardware import Hardware
 from nki_sim.time.costs import price_meeting
-from nki_sim.time.schedule_model import CORNERS
-from nki_sim.time.timeline import schedule_corners
-from nki_sim.trace import Facts, SyncFacts, Trace
+from nki_sim.time.estimate import Estimate, estimate
+from nki_sim.trace import Facts, SyncFacts
 
 CHIP = nki_sim.hardware.find("trn2")
 GROUP = (tuple(range(RANKS)),)
@@ -41,15 +40,14 @@ GROUP = (tuple(range(RANKS)),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A layer in a corner of the clock; times in microseconds.
+    """A layer; times in microseconds, of launches in a graph.
 
     Attributes:
         model, split, phase, T, collective: what is computed.
-        corner: order that the clock assumes.
         link_rate: GB/s of a rank's links.
-        launch_us: all ranks, until the last has ended, without a collective.
+        launch: all ranks, until the last has ended, without a collective.
         collective_us: the collective alone.
-        inside_us: by number of portions, the launch that ends in the collective.
+        inside: by number of portions, the launch that ends in the collective.
     """
 
     model: str
@@ -57,21 +55,15 @@ class Row:
     phase: str
     T: int
     collective: str
-    corner: str
     link_rate: float
-    launch_us: float
+    launch: Estimate
     collective_us: float
-    inside_us: dict[int, float]
-
-    @property
-    def after_us(self) -> float:
-        """The launch, and the collective after it."""
-        return self.launch_us + self.collective_us
+    inside: dict[int, Estimate]
 
     @property
     def best(self) -> int:
-        """Number of portions with which the launch takes the least time."""
-        return min(self.inside_us, key=self.inside_us.__getitem__)
+        """Number of portions with which the launch likely takes the least time."""
+        return min(self.inside, key=lambda number: self.inside[number].us)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,13 +87,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    titles = ("layer", "corner", "GB/s", "launch us", "sum us", "after us", "inside us", "portions")
+    titles = ("layer", "GB/s", "launch us", "sum us", "after us", "inside us", "portions")
     lines: list[Sequence[str]] = [titles]
     for row in rows:
         name = f"{row.model} {row.split} {row.phase} T={row.T:,} {row.collective}"
-        us = (row.launch_us, row.collective_us, row.after_us, row.inside_us[row.best])
+        after_us = row.launch.us + row.collective_us
+        us = (row.launch.us, row.collective_us, after_us, row.inside[row.best].us)
         times = (f"{each:,.1f}" for each in us)
-        lines.append((name, row.corner, f"{row.link_rate:g}", *times, str(row.best)))
+        lines.append((name, f"{row.link_rate:g}", *times, str(row.best)))
     return format_table(lines)
 
 
@@ -112,7 +105,7 @@ def rows_of(
     portions: Sequence[int],
     link_rates: Sequence[float],
 ) -> list[Row]:
-    """Simulate a layer on all ranks; return a row for each corner and rate.
+    """Simulate a layer on all ranks; return a row for each rate.
 
     Args:
         plan: of one launch on a rank.
@@ -122,17 +115,14 @@ def rows_of(
         link_rates: of a rank's links in GB/s.
     """
     collective_us: dict[float, float] = {}
-    inside_us: dict[tuple[str, float], dict[int, float]] = {
-        (corner, rate): {} for corner in CORNERS for rate in link_rates
-    }
+    inside: dict[float, dict[int, Estimate]] = {rate: {} for rate in link_rates}
     for number in portions:
         trace = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number)).trace
         for rate in link_rates:
             chip = replace(CHIP, collective_bytes_per_ns=rate)
             collective_us[rate] = _collective_us(trace.facts, number, chip)
-            for corner, us in _corners_us(trace, chip).items():
-                inside_us[corner, rate][number] = us
-    launch_us = _corners_us(launch_on_ranks(plan, RANKS).trace, CHIP)
+            inside[rate][number] = estimate(trace, chip, is_alone=False)
+    launch = estimate(launch_on_ranks(plan, RANKS).trace, CHIP, is_alone=False)
     return [
         Row(
             model=names[0],
@@ -140,19 +130,13 @@ def rows_of(
             phase=plan.step.phase,
             T=plan.step.tokens,
             collective=collective,
-            corner=corner,
             link_rate=rate,
-            launch_us=launch_us[corner],
+            launch=launch,
             collective_us=collective_us[rate],
-            inside_us=inside,
+            inside=found,
         )
-        for (corner, rate), inside in inside_us.items()
+        for rate, found in inside.items()
     ]
-
-
-def _corners_us(trace: Trace, chip: Hardware) -> dict[str, float]:
-    """Return when the last rank ends, by corner."""
-    return {corner: line.total_us for corner, line in schedule_corners(trace, chip).items()}
 
 
 def _collective_us(facts: Sequence[Facts], portions: int, chip: Hardware) -> float:
