@@ -33,6 +33,7 @@ from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import model_among, read_model
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.timing.plans import experts_alone, plan_of
+from neuron_moe.tools.timing.sources import Writer
 from neuron_moe.tools.timing.timelines import bottleneck, program, time_of
 from nki_sim.time.estimate import Estimate
 
@@ -81,7 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     cases = [*product(options.models, options.tokens, options.ep, options.forms)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(row_of, *zip(*cases, strict=True)))
+        rows = list[Row]()
+        writer = Writer(options.json, lambda: {"rows": [asdict(row) for row in rows]})
+        for row in pool.map(row_of, *zip(*cases, strict=True)):
+            rows.append(row)
+            writer.write()
     print(_table(rows))
     for row in rows:
         if row.limit is not None and row.x_bound > row.limit:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 
 import nki_sim
@@ -28,6 +30,7 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import model_among, read_model
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.sources import Writer
 from nki_kernels.common.rank_sums import COLLECTIVES, RankSum
 from nki_sim.hardware import Hardware
 from nki_sim.time.costs import price_meeting
@@ -69,13 +72,20 @@ class Row:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
-    rows = []
-    for model, split, phase in product(options.models, options.splits, options.phases):
-        portions = options.portions if phase == "prefill" else [1]
-        for tokens in options.tokens or TOKENS[phase]:
-            plan = _plan(model, split, phase, tokens)
-            for collective in options.collectives:
-                rows += rows_of(plan, (model, split), collective, portions, options.link_rates)
+    cases = [
+        (_plan(model, split, phase, tokens), (model, split), collective, portions)
+        for model, split, phase in product(options.models, options.splits, options.phases)
+        for portions in [options.portions if phase == "prefill" else [1]]
+        for tokens in options.tokens or TOKENS[phase]
+        for collective in options.collectives
+    ]
+    rows = list[Row]()
+    writer = Writer(options.json, lambda: {"rows": [asdict(row) for row in rows]})
+    find = partial(rows_of, link_rates=options.link_rates)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for found in pool.map(find, *zip(*cases, strict=True)):
+            rows += found
+            writer.write()
     print(_table(rows))
     tell_json(
         options.json,
@@ -188,8 +198,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=[CHIP.collective_bytes_per_ns],
         help="of a rank, in GB/s (default: 128)",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_json_option()
     options = parser.parse_args(argv)
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: must be positive.")
     for name in ("tokens", "link_rates"):
         given = getattr(options, name)
         if given is not None and min(given) <= 0:
