@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
     cases = [
-        (_plan(model, split, phase, tokens), (model, split), collective, portions)
+        (model, split, phase, tokens, collective, portions)
         for model, split, phase in product(options.models, options.splits, options.phases)
         for portions in [options.portions if phase == "prefill" else [1]]
         for tokens in options.tokens or TOKENS[phase]
@@ -109,8 +109,10 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def rows_of(
-    plan: LayerPlan | PrefillLayerPlan,
-    names: tuple[str, str],
+    model: str,
+    split: str,
+    phase: str,
+    tokens: int,
     collective: str,
     portions: Sequence[int],
     link_rates: Sequence[float],
@@ -118,12 +120,15 @@ def rows_of(
     """Simulate a layer on all ranks; return a row for each rate.
 
     Args:
-        plan: of one launch on a rank.
-        names: model and split.
+        model, split, phase, tokens: the layer and its step.
         collective: one of COLLECTIVES, not none.
         portions: numbers of them to try.
         link_rates: of a rank's links in GB/s.
+
+    Raises:
+        ValueError: the layer takes several launches, or the portions do not fit.
     """
+    plan = _plan(model, split, phase, tokens)
     collective_us: dict[float, float] = {}
     inside: dict[float, dict[int, Estimate]] = {rate: {} for rate in link_rates}
     for number in portions:
@@ -135,10 +140,10 @@ def rows_of(
     launch = estimate(launch_on_ranks(plan, RANKS).trace, CHIP, is_alone=False)
     return [
         Row(
-            model=names[0],
-            split=names[1],
-            phase=plan.step.phase,
-            T=plan.step.tokens,
+            model=model,
+            split=split,
+            phase=phase,
+            T=tokens,
             collective=collective,
             link_rate=rate,
             launch=launch,

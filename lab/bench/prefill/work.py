@@ -11,7 +11,7 @@ import nki_sim
 from lab.bench.comparison.deployed import nxd_default
 from lab.bench.comparison.options import LAYOUTS
 from lab.bench.prefill.cases import roofline_us
-from lab.bench.prefill.ours import OurTime, prefill_plan, time_ours, words_of
+from lab.bench.prefill.ours import OurTime, prefill_plan, time_ours
 from lab.bench.prefill.results import Key, Row, case_of, check_case, compared
 from lab.bench.prefill.vendor import (
     DEPLOYED,
@@ -168,10 +168,10 @@ class Case:
         times = dict[str, OurTime]()  # layouts may come to the same plan
         for row in self._asked:
             plan = prefill_plan(self._model, len(self._index_TK), row.layout)
-            words = words_of(plan)
-            if words not in times:
-                times[words] = time_ours(plan, self._index_TK)
-            found[row.key] = times[words]
+            compiled = repr([launch.records for launch in plan.launches()])
+            if compiled not in times:
+                times[compiled] = time_ours(plan, self._index_TK)
+            found[row.key] = times[compiled]
         return found
 
     def _run_deployed(self) -> float:
