@@ -214,7 +214,7 @@ def _simulate(problem: Problem, point: Point) -> float:
 
 
 def _likely_us(plan: Plan, index_TK: Ints) -> float:
-    return sum(run.timeline.total_us for _, run in launches_of(plan, index_TK))
+    return float(sum(run.timeline.total_us for _, run in launches_of(plan, index_TK)))
 
 
 def _turn(problem: Problem, point: Point) -> dict[str, float]:

@@ -171,8 +171,13 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
 
 def with_given(row: Row) -> Row:
     """Return a row whose times are those with lists given, of both sides."""
-    given = {"ours": row.ours_given, "theirs": row.theirs_given, "ratio": row.given_ratio}
-    return replace(row, deployed_us=None, **given)
+    return replace(
+        row,
+        ours=row.ours_given,
+        theirs=row.theirs_given,
+        ratio=row.given_ratio,
+        deployed_us=None,
+    )
 
 
 def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from lab.bench.comparison.deployed import BLOCK_SIZE
 from lab.bench.decode import vendor as decode
 from lab.bench.prefill.vendor_index import (
     UNFIT,
-    Times,
     first_line,
     index_times,
     lists_time,
@@ -232,7 +231,7 @@ class VendorSide:
         return found.timed(run.timeline, most_us)
 
 
-def with_lists(attempts: Sequence[Attempt], index: Times) -> list[Attempt]:
+def with_lists(attempts: Sequence[Attempt], index: Mapping[str, Estimate]) -> list[Attempt]:
     """Return attempts with the launches in front that list the tokens of their blocks."""
     found = []
     for attempt in attempts:
