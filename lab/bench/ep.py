@@ -8,8 +8,8 @@ the U tokens that chose an expert here, M pairs. The bound, computed, is the lar
 
     6 M H I / 157.3 TF/s       (bytes of E experts + 2 M H read + rows returned) / 716 GB/s
 
-x bound: the launch less what a launch itself costs, over the bound. planned us: what the layout
-planner expects of the same choices. Times are simulated, in both corners of the clock.
+us: the launch as a program, simulated, with its range. x bound: the launch alone over the bound.
+planned us: what the layout planner expects of the same choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from itertools import product
 
 import torch
 
-import nki_sim
 from neuron_moe.backends.nki.times import draw_choices, plan_runs
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.parallel.topology import INSTANCES
@@ -34,10 +33,10 @@ from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import model_among, read_model
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.timing.plans import experts_alone, plan_of
-from neuron_moe.tools.timing.timelines import bottleneck, corner_timelines
-from nki_sim.time.schedule_model import CORNERS
+from neuron_moe.tools.timing.sources import Writer
+from neuron_moe.tools.timing.timelines import bottleneck, program, time_of
+from nki_sim.time.estimate import Estimate
 
-CHIP = nki_sim.hardware.find("trn2")
 MODELS = ("qwen3_30b_a3b", "gpt_oss_120b")
 FORMS = {"replicate": "all tokens", "all_to_all": "rows with a choice here"}
 # Most that a launch may take of 8,192 tokens, its own cost apart, in bounds.
@@ -49,16 +48,16 @@ _FLOPS_PER_NS, _BYTES_PER_NS, _BF16_BYTES = 157.3e3, 716.0, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A launch in a corner of the clock; times in microseconds.
+    """A launch; times in microseconds.
 
     Attributes:
-        model, T, ep, form, corner: what is computed, and the order that the clock assumes.
+        model, T, ep, form: what is computed.
         pairs, rows: M, U.
         columns: of the sum over a token's pairs, 0 for one of each choice.
-        us: of the launch.
-        launch_us: what a launch itself costs, which is in it.
+        time: of the launch as a program.
+        x_bound: the launch alone over the bound, its likely time.
         bound_us: of the experts' work.
-        limit: most that the rest may be in bounds; None: not said.
+        limit: most that the latter may be; None: not said.
         bottleneck: what holds it up, where it is above.
         planned_us: by the layout planner.
     """
@@ -67,21 +66,15 @@ class Row:
     T: int
     ep: int
     form: str
-    corner: str
     pairs: int
     rows: int
     columns: int
-    us: float
-    launch_us: float
+    time: Estimate
+    x_bound: float
     bound_us: float
     limit: float | None
     bottleneck: str
     planned_us: float
-
-    @property
-    def ratio(self) -> float:
-        """The launch, its own cost apart, over the bound."""
-        return (self.us - self.launch_us) / self.bound_us
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,11 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     cases = [*product(options.models, options.tokens, options.ep, options.forms)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = pool.map(rows_of, *zip(*cases, strict=True))
-        rows = [row for some in found for row in some]
+        rows = list[Row]()
+        writer = Writer(options.json, lambda: {"rows": [asdict(row) for row in rows]})
+        for row in pool.map(row_of, *zip(*cases, strict=True)):
+            rows.append(row)
+            writer.write()
     print(_table(rows))
     for row in rows:
-        if row.limit is not None and row.corner == "vendor" and row.ratio > row.limit:
+        if row.limit is not None and row.x_bound > row.limit:
             print(f"above {row.limit}: {row.model} EP{row.ep} {row.form}: {row.bottleneck}")
     tell_json(
         options.json,
@@ -104,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def rows_of(model: str, tokens: int, ep: int, form: str) -> list[Row]:
-    """Simulate a rank's launch; return a row for each corner.
+def row_of(model: str, tokens: int, ep: int, form: str) -> Row:
+    """Simulate a rank's launch.
 
     Args:
         model: name of a shipped configuration.
@@ -135,43 +131,35 @@ def rows_of(model: str, tokens: int, ep: int, form: str) -> list[Row]:
     machine = Machine.build(INSTANCES["trn2.48xlarge"])
     planned = layer_cost(sizes, machine, 1, ep, form, work)
     (launch,) = plan.launches()
-    launch_ns = CHIP.launch_cost_ns(launch.num_cores)
-
-    def is_above(us: float) -> bool:
-        return limit is not None and (1e3 * us - launch_ns) / bound_ns > limit
-
-    return [
-        Row(
-            model=model,
-            T=tokens,
-            ep=ep,
-            form=form,
-            corner=corner,
-            pairs=pairs,
-            rows=rows,
-            columns=launch.records["config"].columns,
-            us=line.total_us,
-            launch_us=launch_ns / 1e3,
-            bound_us=bound_ns / 1e3,
-            limit=limit,
-            bottleneck=bottleneck(line) if is_above(line.total_us) else "",
-            planned_us=planned.experts_us,
-        )
-        for corner, line in corner_timelines(run, CORNERS)
-    ]
+    x_bound = run.timeline.total_ns / bound_ns
+    return Row(
+        model=model,
+        T=tokens,
+        ep=ep,
+        form=form,
+        pairs=pairs,
+        rows=rows,
+        columns=launch.records["config"].columns,
+        time=program([time_of(run.timeline)]),
+        x_bound=x_bound,
+        bound_us=bound_ns / 1e3,
+        limit=limit,
+        bottleneck=bottleneck(run.timeline) if limit is not None and x_bound > limit else "",
+        planned_us=planned.experts_us,
+    )
 
 
 def _table(rows: Sequence[Row]) -> str:
-    titles = ("rank", "form", "pairs", "corner", "us", "bound us", "x bound", "limit", "planned us")
-    return format_table([titles, *_lines(rows)], numbers_from=4)
+    titles = ("rank", "form", "pairs", "us", "bound us", "x bound", "limit", "planned us")
+    return format_table([titles, *_lines(rows)], numbers_from=3)
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
     for row in rows:
         limit = "-" if row.limit is None else f"{row.limit:.1f}"
-        numbers = (f"{row.us:,.0f}", f"{row.bound_us:,.0f}", f"{row.ratio:.2f}", limit)
+        numbers = (str(row.time), f"{row.bound_us:,.0f}", f"{row.x_bound:.2f}", limit)
         name = f"{row.model} EP{row.ep} T={row.T:,}"
-        yield name, row.form, str(row.pairs), row.corner, *numbers, f"{row.planned_us:,.0f}"
+        yield name, row.form, str(row.pairs), *numbers, f"{row.planned_us:,.0f}"
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 
 import nki_sim
@@ -28,12 +30,12 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import model_among, read_model
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.sources import Writer
 from nki_kernels.common.rank_sums import COLLECTIVES, RankSum
 from nki_sim.hardware import Hardware
 from nki_sim.time.costs import price_meeting
-from nki_sim.time.schedule_model import CORNERS
-from nki_sim.time.timeline import schedule_corners
-from nki_sim.trace import Facts, SyncFacts, Trace
+from nki_sim.time.estimate import Estimate, estimate
+from nki_sim.trace import Facts, SyncFacts
 
 CHIP = nki_sim.hardware.find("trn2")
 GROUP = (tuple(range(RANKS)),)
@@ -41,15 +43,14 @@ GROUP = (tuple(range(RANKS)),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A layer in a corner of the clock; times in microseconds.
+    """A layer; times in microseconds, of launches in a graph.
 
     Attributes:
         model, split, phase, T, collective: what is computed.
-        corner: order that the clock assumes.
         link_rate: GB/s of a rank's links.
-        launch_us: all ranks, until the last has ended, without a collective.
+        launch: all ranks, until the last has ended, without a collective.
         collective_us: the collective alone.
-        inside_us: by number of portions, the launch that ends in the collective.
+        inside: by number of portions, the launch that ends in the collective.
     """
 
     model: str
@@ -57,33 +58,34 @@ class Row:
     phase: str
     T: int
     collective: str
-    corner: str
     link_rate: float
-    launch_us: float
+    launch: Estimate
     collective_us: float
-    inside_us: dict[int, float]
-
-    @property
-    def after_us(self) -> float:
-        """The launch, and the collective after it."""
-        return self.launch_us + self.collective_us
+    inside: dict[int, Estimate]
 
     @property
     def best(self) -> int:
-        """Number of portions with which the launch takes the least time."""
-        return min(self.inside_us, key=self.inside_us.__getitem__)
+        """Number of portions with which the launch likely takes the least time."""
+        return min(self.inside, key=lambda number: self.inside[number].us)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
-    rows = []
-    for model, split, phase in product(options.models, options.splits, options.phases):
-        portions = options.portions if phase == "prefill" else [1]
-        for tokens in options.tokens or TOKENS[phase]:
-            plan = _plan(model, split, phase, tokens)
-            for collective in options.collectives:
-                rows += rows_of(plan, (model, split), collective, portions, options.link_rates)
+    cases = [
+        (model, split, phase, tokens, collective, portions)
+        for model, split, phase in product(options.models, options.splits, options.phases)
+        for portions in [options.portions if phase == "prefill" else [1]]
+        for tokens in options.tokens or TOKENS[phase]
+        for collective in options.collectives
+    ]
+    rows = list[Row]()
+    writer = Writer(options.json, lambda: {"rows": [asdict(row) for row in rows]})
+    find = partial(rows_of, link_rates=options.link_rates)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for found in pool.map(find, *zip(*cases, strict=True)):
+            rows += found
+            writer.write()
     print(_table(rows))
     tell_json(
         options.json,
@@ -95,64 +97,61 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    titles = ("layer", "corner", "GB/s", "launch us", "sum us", "after us", "inside us", "portions")
+    titles = ("layer", "GB/s", "launch us", "sum us", "after us", "inside us", "portions")
     lines: list[Sequence[str]] = [titles]
     for row in rows:
         name = f"{row.model} {row.split} {row.phase} T={row.T:,} {row.collective}"
-        us = (row.launch_us, row.collective_us, row.after_us, row.inside_us[row.best])
+        after_us = row.launch.us + row.collective_us
+        us = (row.launch.us, row.collective_us, after_us, row.inside[row.best].us)
         times = (f"{each:,.1f}" for each in us)
-        lines.append((name, row.corner, f"{row.link_rate:g}", *times, str(row.best)))
+        lines.append((name, f"{row.link_rate:g}", *times, str(row.best)))
     return format_table(lines)
 
 
 def rows_of(
-    plan: LayerPlan | PrefillLayerPlan,
-    names: tuple[str, str],
+    model: str,
+    split: str,
+    phase: str,
+    tokens: int,
     collective: str,
     portions: Sequence[int],
     link_rates: Sequence[float],
 ) -> list[Row]:
-    """Simulate a layer on all ranks; return a row for each corner and rate.
+    """Simulate a layer on all ranks; return a row for each rate.
 
     Args:
-        plan: of one launch on a rank.
-        names: model and split.
+        model, split, phase, tokens: the layer and its step.
         collective: one of COLLECTIVES, not none.
         portions: numbers of them to try.
         link_rates: of a rank's links in GB/s.
+
+    Raises:
+        ValueError: the layer takes several launches, or the portions do not fit.
     """
+    plan = _plan(model, split, phase, tokens)
     collective_us: dict[float, float] = {}
-    inside_us: dict[tuple[str, float], dict[int, float]] = {
-        (corner, rate): {} for corner in CORNERS for rate in link_rates
-    }
+    inside: dict[float, dict[int, Estimate]] = {rate: {} for rate in link_rates}
     for number in portions:
         trace = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number)).trace
         for rate in link_rates:
             chip = replace(CHIP, collective_bytes_per_ns=rate)
             collective_us[rate] = _collective_us(trace.facts, number, chip)
-            for corner, us in _corners_us(trace, chip).items():
-                inside_us[corner, rate][number] = us
-    launch_us = _corners_us(launch_on_ranks(plan, RANKS).trace, CHIP)
+            inside[rate][number] = estimate(trace, chip, is_alone=False)
+    launch = estimate(launch_on_ranks(plan, RANKS).trace, CHIP, is_alone=False)
     return [
         Row(
-            model=names[0],
-            split=names[1],
-            phase=plan.step.phase,
-            T=plan.step.tokens,
+            model=model,
+            split=split,
+            phase=phase,
+            T=tokens,
             collective=collective,
-            corner=corner,
             link_rate=rate,
-            launch_us=launch_us[corner],
+            launch=launch,
             collective_us=collective_us[rate],
-            inside_us=inside,
+            inside=found,
         )
-        for (corner, rate), inside in inside_us.items()
+        for rate, found in inside.items()
     ]
-
-
-def _corners_us(trace: Trace, chip: Hardware) -> dict[str, float]:
-    """Return when the last rank ends, by corner."""
-    return {corner: line.total_us for corner, line in schedule_corners(trace, chip).items()}
 
 
 def _collective_us(facts: Sequence[Facts], portions: int, chip: Hardware) -> float:
@@ -204,8 +203,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=[CHIP.collective_bytes_per_ns],
         help="of a rank, in GB/s (default: 128)",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_json_option()
     options = parser.parse_args(argv)
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: must be positive.")
     for name in ("tokens", "link_rates"):
         given = getattr(options, name)
         if given is not None and min(given) <= 0:

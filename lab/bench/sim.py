@@ -6,7 +6,7 @@ Each kernel repeats one instruction on tiles that stay in place. The overhead in
 is left of the time per instruction when the NumPy work of its meaning is taken off, measured on
 equal arrays; in mode "indices" there is no such work. Processor time is counted, the best of
 several repeats, so that load from outside disturbs little. A timeline is measured in the order of
-the source, and what it takes more where queues reorder (the window of the vendor's corner).
+the source, and what it takes more where queues reorder (the window of a list schedule).
 
 With --library, also the time and memory of a whole kernel: the vendor's blockwise MoE on the sizes
 of GPT-OSS-120B at tensor parallelism 8, prefill of 1,024 tokens, in mode "indices", its timeline

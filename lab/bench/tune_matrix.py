@@ -119,17 +119,17 @@ def _row_of(
     case: tuple[str, int], planned: Any, tuned: PrefillWork, rest: PrefillWork, seconds: float
 ) -> dict[str, Any]:
     asked, _, untuned, default, planning = planned
-    chosen_us = tuned.times[tuned.best()].us
+    chosen_us = tuned.times[tuned.best()]
     times = [*tuned.times.values(), *rest.times.values()]
-    best_us = min(time.us for time in times)
+    best_us = min(times)
     left = sum(1 for _ in iter(rest.next_task, None))
     return {
         "model": case[0],
         "tokens": case[1],
         "chosen_us": chosen_us,
         "best_us": best_us,
-        "untuned_us": tuned.times[untuned].us if untuned in tuned.times else None,
-        "default_512_us": tuned.times[default].us if default in tuned.times else None,
+        "untuned_us": tuned.times.get(untuned),
+        "default_512_us": tuned.times.get(default),
         "simulated": len(times),
         "left_out": left + len(asked) - len(tuned.times),
         "planning_s": planning,
@@ -141,7 +141,7 @@ def add_few_tokens(row: dict[str, Any], few: DecodeWork | None) -> None:
     """Put the decode kernel into a row, where that runs untuned."""
     if few is None:
         return
-    us = next((time.us for time in few.times.values()), None)
+    us = next(iter(few.times.values()), None)
     row |= {"untuned_us": us, "in_blocks_us": row["best_us"]}
     if us is not None:
         row |= {name: min(row[name], us) for name in ("best_us", "chosen_us")}

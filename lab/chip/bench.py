@@ -4,9 +4,8 @@
 
 The same cases, plans and result file as `neuron-moe bench`, ours and, with --library, the vendor's
 kernels: launched on the chip (or, with `--against sim:SEED`, on one that is simulated) instead of
-simulated by the coefficients we know. Times are medians without the launch. Whatever else is given
-goes to the benchmark; what is assumed of order and loops does not matter to a chip, so there is one
-row for both corners, called measured.
+simulated by the coefficients we know. Times are medians without what a program takes beside its
+kernel, and have no range. Whatever else is given goes to the benchmark.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from nki_sim.dtypes import as_dtype
 
 BENCHES: Final = {"prefill": bench_prefill, "decode": bench_decode}
 REPEATS: Final = 21
-_CORNER: Final = "in-order"  # under which the benchmark keeps a time that has no corner
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,37 +43,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--against", metavar="sim:SEED", help="a simulated chip; default: the chip")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options, rest = parser.parse_known_args(argv)
-    for name in ("--corner", "--sensitivity", "--hardware"):
-        if name in rest:
-            raise ValueError(
-                f"{name}: is of simulated times. Leave it out, or use neuron-moe bench."
-            )
+    if "--hardware" in rest:
+        raise ValueError(
+            "--hardware: is of simulated times. Leave it out, or use neuron-moe bench."
+        )
     if "--jobs" in rest:
         raise ValueError("--jobs: one process has the device. Leave it out.")
     device = find_device(options.against)
-    rest += ["--corner", _CORNER]
     if options.json is not None:
         rest += ["--json", str(options.json)]
     with running_with(DeviceRuns(device)):
         status = int(BENCHES[options.bench](rest))
     if options.json is not None:
         content = json.loads(options.json.read_text())
-        write_result(options.json, _as_measured(content, device))
+        write_result(options.json, {**content, "device": device.name})
     return status
-
-
-def _as_measured(content: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return a result file that says of its times what they are."""
-
-    def rename(value: Any) -> Any:
-        if isinstance(value, list):
-            return [rename(one) for one in value]
-        if isinstance(value, dict):
-            changed = {key: rename(one) for key, one in value.items()}
-            return changed | {"corner": "measured"} if "corner" in changed else changed
-        return value
-
-    return {**rename(content), "device": device.name}
 
 
 class DeviceRuns:

@@ -26,7 +26,7 @@ from nki_sim.time.costs import (
     price_meeting,
 )
 from nki_sim.time.dependencies import Graph, build, pair_ids
-from nki_sim.time.schedule_model import IN_ORDER, ScheduleModel
+from nki_sim.time.schedule_model import LIKELY, ScheduleModel
 from nki_sim.trace import Trace
 
 Price = ComputePrice | MatmulPrice | DmaPrice | MeetingPrice
@@ -50,7 +50,7 @@ class TimelineOptions:
     dma_rule: Literal["auto", "runs", "single_queue"] = "auto"
     clock_ramp: bool = True
     reuse: Literal["late", "early"] = "late"
-    model: ScheduleModel = IN_ORDER
+    model: ScheduleModel = LIKELY
 
 
 def queue_and_price(op: str, engine: int, facts: tr.Facts, chip: Hardware) -> tuple[str, Price]:

@@ -41,7 +41,7 @@ def play(
 
     Args:
         prepared: of `prepare` with the same order of the model.
-        chip: its speeds, as `options.model.on` has them.
+        chip: its speeds.
         options: how to time.
         nodes: stop after so many, those that start first; the times of the others stay 0.
 

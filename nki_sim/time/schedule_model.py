@@ -1,20 +1,15 @@
-"""What public documents leave open about order and loops, as one frozen record with two corners.
+"""What public documents leave open about order, loops and exchanges, as one frozen record.
 
 A chip runs a compiled program; the record of a run is in the order of the source. Between the two
 stand a compiler that may move instructions and loops whose cost nobody has published. A
-`ScheduleModel` says what is assumed of them. No single answer is right, so there are two corners:
-`IN_ORDER` moves nothing and lets every engine pass a loop's edge by itself, which is hard on
-unrolled kernels and easy on dynamic loops; `VENDOR` moves what may be moved, lets independent
-Vector work overlap and exchanges follow one another, and stops all engines at the edge of a loop.
+`ScheduleModel` says what is assumed of them; `LIKELY` is what a single time stands for, and
+`nki_sim/time/estimate.py` makes a range of what else may be.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Final, Literal
-
-from nki_sim.hardware import Hardware
+from typing import Final, Literal
 
 COMPILER_WINDOW: Final = 512
 """Instructions of a queue among which the compiler is taken to choose (assumed: not published)."""
@@ -38,46 +33,17 @@ class ScheduleModel:
             every transfer before has been triggered; "drain": until these have ended, too.
         sendrecv: "blocking": an exchange starts when the one before has ended; "pipelined": only
             the bytes of exchanges follow one another, their latencies overlap.
-        vector_overlaps: whether the Vector engine takes an instruction every few cycles where the
-            next does not need the result; None leaves the record of the chip as it is.
     """
 
     order: Literal["in_order", "list"] = "in_order"
     window: int = COMPILER_WINDOW
-    loop_edge: Literal["free", "engines", "drain"] = "free"
+    loop_edge: Literal["free", "engines", "drain"] = "engines"
     sendrecv: Literal["blocking", "pipelined"] = "blocking"
-    vector_overlaps: bool | None = None
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window={self.window}: must be positive. 1 keeps the order.")
 
-    def on(self, chip: Hardware) -> Hardware:
-        """Return the record of the chip as this model has it."""
-        if self.vector_overlaps is None:
-            return chip
-        change: dict[str, Any] = {"vector_overlaps_independent": int(self.vector_overlaps)}
-        return dataclasses.replace(chip, **change)
 
-
-IN_ORDER: Final = ScheduleModel()
-"""The order of the source: the time of an unrolled kernel is an upper bound."""
-
-VENDOR: Final = ScheduleModel(
-    order="list", loop_edge="engines", sendrecv="pipelined", vector_overlaps=True
-)
-"""Kind to unrolled kernels, hard on dynamic loops."""
-
-CORNERS: Final = {"vendor": VENDOR, "in-order": IN_ORDER}
-
-
-def find_corner(name: str) -> ScheduleModel:
-    """Return one of the two corners.
-
-    Raises:
-        ValueError: there is no such corner.
-    """
-    found = CORNERS.get(name)
-    if found is None:
-        raise ValueError(f"corner={name!r}: unknown. Use one of {', '.join(CORNERS)}.")
-    return found
+LIKELY: Final = ScheduleModel()
+"""What a single time stands for."""

@@ -8,7 +8,7 @@ on. All numbers are simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,7 +26,6 @@ from nki_sim.time.picture import save_picture
 from nki_sim.time.playback import Schedule
 from nki_sim.time.prepare import Prepared, TimelineOptions, prepare
 from nki_sim.time.reorder import play
-from nki_sim.time.schedule_model import CORNERS
 from nki_sim.trace import Trace
 
 LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
@@ -59,34 +58,13 @@ def schedule(
             missing.
     """
     options = options or TimelineOptions()
-    chip = options.model.on(chip)
     prepared = prepare(trace, chip, options)
     return Timeline(trace, chip, options, prepared, play(prepared, chip, options))
 
 
-def schedule_corners(
-    trace: Trace, chip: Hardware = TRN2, options: TimelineOptions | None = None
-) -> dict[str, Timeline]:
-    """Time one trace in both corners of what is left open about order and loops.
-
-    Args:
-        trace: the record of a run.
-        chip: the chip it is to run on.
-        options: how to time; the model in it is replaced.
-
-    Returns:
-        A timeline per name in `schedule_model.CORNERS`; "in-order" is what `schedule` gives.
-    """
-    options = options or TimelineOptions()
-    return {
-        name: schedule(trace, chip, replace(options, model=model))
-        for name, model in CORNERS.items()
-    }
-
-
 @dataclass
 class Timeline:
-    """The times of one run on one chip; `chip` is as the model of the options has it."""
+    """The times of one run on one chip."""
 
     trace: Trace
     chip: Hardware

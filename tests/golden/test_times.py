@@ -5,11 +5,6 @@ import pytest
 from tests.golden import times
 
 
-@pytest.mark.parametrize("row", times.ROWS, ids=str)
-def test_the_published_times_are_the_golden_ones(row: times.Row) -> None:
-    assert times.is_same(row, times.published_us(row))
-
-
 @pytest.mark.parametrize("row", times.SHORT, ids=str)
 def test_a_short_row_takes_as_long_as_it_took(row: times.Row) -> None:
     assert list(times.differences([row])) == []

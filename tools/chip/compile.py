@@ -4,8 +4,7 @@
 
 Each kernel of each step is compiled in a process of its own, with a time limit; programs, the
 compiler's words and its dump stay below --out. From the dump comes the time of the kernel in the
-compiler's order, at its addresses, with our prices, beside the two corners between which the
-simulator leaves it.
+compiler's order, at its addresses, with our prices, beside what the simulator expects, a range.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from neuron_moe.tools.chip.host import plan_of, start
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import MODEL_HELP
 from neuron_moe.tools.parsers import Parser
-from nki_sim.time.schedule_model import CORNERS
 from nki_sim.time.timeline import schedule
 
 LIMIT_S: Final = 600.0
@@ -48,7 +46,7 @@ class Row:
         why: what the compiler said, or why its dump cannot be read.
         folder: of its program, the compiler's words and dump.
         us: in the compiler's order with our prices; None without a dump.
-        corners: us of our two corners.
+        estimate: what the simulator expects: low_us, us, high_us.
         dump: what it says of queues, semaphores and addresses.
     """
 
@@ -59,7 +57,7 @@ class Row:
     why: str
     folder: str
     us: float | None
-    corners: Mapping[str, float]
+    estimate: Mapping[str, float]
     dump: Mapping[str, Any]
 
 
@@ -102,7 +100,7 @@ def _step(args: argparse.Namespace, phase: str, tokens: int) -> Iterator[Row]:
             why=found["why"] or told.pop("why", ""),
             folder=str(folder),
             us=told.pop("us", None),
-            corners=simulated["corners"].get(launch.name, {}),
+            estimate=simulated["estimates"].get(launch.name, {}),
             dump=told,
         )
 
@@ -122,7 +120,7 @@ def _work(args: argparse.Namespace, request: Mapping[str, Any], folder: Path) ->
         return found
     last = (output.strip().splitlines() or ["no message"])[-1][:200]
     ended = f"no end after {args.limit_s:g} s" if status is None else f"ended by status {status}"
-    return {"compiled": False, "corners": {}, "why": f"{ended}: {last}"}
+    return {"compiled": False, "estimates": {}, "why": f"{ended}: {last}"}
 
 
 def _variables(args: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -160,10 +158,9 @@ def _timed(folder: Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    names = list(CORNERS)
-    lines = [["step", "kernel", "compiled", "s", "us", *(f"{name} us" for name in names), ""]]
+    lines = [["step", "kernel", "compiled", "s", "us", "low us", "likely us", "high us", ""]]
     for row in rows:
-        times = [row.us, *(row.corners.get(name) for name in names)]
+        times = [row.us, *(row.estimate.get(name) for name in ("low_us", "us", "high_us"))]
         why = " ".join(row.why.split())[:160]
         if row.dump.get("unknown"):
             why = f"{why} not known in the dump: {', '.join(row.dump['unknown'])}".strip()
@@ -178,7 +175,7 @@ def _table(rows: Sequence[Row]) -> str:
             ]
         )
     return (
-        "us: the compiler's order and addresses, our prices [computed]; the corners [simulated]\n"
+        "us: the compiler's order and addresses, our prices [computed]; low to high [simulated]\n"
         f"{format_table(lines)}"
     )
 

@@ -3,7 +3,7 @@
 `--internal-print-after=lower_sync` makes neuronx-cc leave a JSON for each core: instructions of
 each engine in their order, allocations with addresses, semaphores, queues of transfers (its form is
 known from a public test of a kernel library alone). Order, addresses and who waits for whom are the
-compiler's then, prices are ours: `schedule(dump.trace).total_us` stands beside our corners.
+compiler's then, prices are ours: `schedule(dump.trace).total_us` stands beside our estimate.
 
 What is not in a dump is not guessed: the body of a dynamic loop is read once; an engine or a kind
 of memory that is not known is told by name.

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +26,7 @@ from neuron_moe.plan import Plan
 from neuron_moe.spec import Tuning
 from neuron_moe.tools.models import read_model
 from nki_kernels import IS_SIMULATED
-from nki_sim.time.schedule_model import CORNERS
-from nki_sim.time.timeline import schedule_corners
+from nki_sim.time.estimate import with_range
 
 DUMP: Final = "--internal-print-after=lower_sync"
 _START: Final = "import nki_sim; nki_sim.provide(force={force}); " + (
@@ -61,10 +60,10 @@ def main() -> int:
     """Work on the request that the last argument names; return 0."""
     path = Path(sys.argv[-1])
     request = json.loads(path.read_text())
-    found: dict[str, Any] = {"compiled": False, "why": "", "corners": {}}
+    found: dict[str, Any] = {"compiled": False, "why": "", "estimates": {}}
     try:
         if request["launch"] is None:
-            found["corners"] = _simulated(plan_of(request))
+            found["estimates"] = _simulated(plan_of(request))
         else:
             found["neff"] = str(
                 _compiled(plan_of(request).launches()[request["launch"]], path.parent)
@@ -78,12 +77,9 @@ def main() -> int:
 
 
 def _simulated(plan: Plan) -> dict[str, dict[str, float]]:
-    """Return the time of each launch in our corners, us."""
-    corners = {}
-    for name, run in plan_runs(plan, routed_choices(plan)):
-        timed = schedule_corners(run.trace)
-        corners[name] = {corner: timed[corner].total_us for corner in CORNERS}
-    return corners
+    """Return the time of each launch in a graph."""
+    runs = plan_runs(plan, routed_choices(plan))
+    return {name: asdict(with_range(run.timeline)) for name, run in runs}
 
 
 def _compiled(launch: Any, folder: Path) -> Path:

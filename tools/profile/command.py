@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from nki_sim.hardware import find
 from nki_sim.hardware_file import use_hardware
 from nki_sim.own_kernel import TIMES_ONLY as OWN_TIMES
 from nki_sim.own_kernel import load_kernel, read_arguments, simulate
+from nki_sim.time.estimate import with_range
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,6 +121,9 @@ def _tell(launch: Launch, args: argparse.Namespace) -> dict[str, Any]:
     """Print what is to be known of a launch; return what was asked beside its times."""
     run, beside = launch.run, dict[str, Any](launch=launch.name)
     print(f"{launch.name} on {run.totals()}")
+    estimate = with_range(run)
+    beside["estimate"] = asdict(estimate)
+    print(f"in a graph: {estimate}")
     print(roofline_text(roofline_point(run)))
     print(f"\n{run.line_times()}")
     if args.sensitivity:

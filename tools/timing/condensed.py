@@ -14,9 +14,7 @@ from typing import Any
 
 DIGITS = 7  # significant ones that a float keeps
 LONG = 12  # records from which on a list becomes a table
-# What only whoever runs the benchmark reads. A `--resume` from a condensed file keeps the rows, but
-# does not say again which coefficients move them.
-PRINTED_ONLY = ("bottleneck", "low_with", "high_with")
+PRINTED_ONLY = ("bottleneck",)  # what only whoever runs the benchmark reads
 
 
 def condense(result: dict[str, Any]) -> str:

@@ -21,6 +21,11 @@ class MeasuredRun:
 
     total_us: float
 
+    @property
+    def timeline(self) -> MeasuredRun:
+        """Itself: a run's timeline has its time."""
+        return self
+
 
 class Runner(Protocol):
     """Runs a kernel with the arguments of `nki_sim.run`."""
@@ -49,9 +54,9 @@ def kind() -> str:
     return "simulated" if runner is None else runner.kind
 
 
-def corner_name(corner: str) -> str:
-    """Return what tables call a corner of the clock; a device has none."""
-    return corner if _RUNNER.get() is None else "device"
+def is_device() -> bool:
+    """Say whether a device runs the kernels of this benchmark."""
+    return _RUNNER.get() is not None
 
 
 @contextmanager

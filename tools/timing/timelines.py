@@ -1,29 +1,42 @@
-"""What a benchmark tells of a simulated run: its times in the corners, and its bottleneck."""
+"""What a benchmark tells of a run: its time with a range, and its bottleneck."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import nki_sim
+from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.runs import MeasuredRun
-from nki_sim.time.prepare import TimelineOptions
-from nki_sim.time.schedule_model import find_corner
-from nki_sim.time.timeline import Timeline, schedule
+from nki_sim.hardware import TRN2, Hardware
+from nki_sim.time.estimate import NOTHING, Estimate, launch_cost, with_range
+from nki_sim.time.timeline import Timeline
 
 
-def corner_timelines(run: Any, corners: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Time a simulated run in each of some corners, one after the other: a timeline is large.
+def time_of(timeline: Timeline | MeasuredRun) -> Estimate:
+    """Return the time of a launch in a graph; a measured one has no range."""
+    if isinstance(timeline, MeasuredRun):
+        return exactly(timeline.total_us)
+    return with_range(timeline)
 
-    A measured run has its time, whatever the corner.
+
+def exactly(us: float) -> Estimate:
+    """Return a time without a range."""
+    return Estimate(low_us=us, us=us, high_us=us)
+
+
+def program(launches: Iterable[Estimate], chip: Hardware = TRN2) -> Estimate:
+    """Return the time of launches as one program: its start and end count once.
+
+    That is how both sides of every comparison are counted, however many launches they take. In a
+    compiled graph launches follow one another without a start from the host, so that to count one
+    for each would favour whoever has fewer; to count none would favour whoever is faster.
     """
-    if isinstance(run, MeasuredRun):
-        yield from ((corner, run) for corner in corners)
-        return
-    chip = nki_sim.hardware.find(run.machine.target.name)
-    for corner in corners:
-        yield corner, schedule(run.trace, chip, TimelineOptions(model=find_corner(corner)))
+    return sum(launches, overhead(chip))
+
+
+def overhead(chip: Hardware = TRN2) -> Estimate:
+    """Return what a program on two cores takes beside its launches; a device's times lack it."""
+    return NOTHING if runs.is_device() else launch_cost(chip)
 
 
 def bottleneck(run: Timeline | MeasuredRun) -> str:

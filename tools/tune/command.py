@@ -3,8 +3,8 @@
     neuron-moe tune --model qwen3_30b_a3b --tp 8 --buckets 1024 --out tuned.yaml
 
 For each bucket (tokens of a prompt): the cost model ranks block sizes, shard and loop plans, work
-tiles and parts of weights; the simulator times the best few, what runs untuned, and a block of 512,
-in both corners of its clock. Results are kept: after Ctrl-C the same command goes on.
+tiles and parts of weights; the simulator times the best few, what runs untuned, and a block of 512;
+the least likely time is chosen. Results are kept: after Ctrl-C the same command goes on.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def tune_page(report: dict[str, Any], where: str) -> Page:
         sections.append(Section("Decode", [Table([head, *rows], 2)]))
     remarks = (
         f"one layer on one rank, {report['routing']} routing",
-        "us: simulated on nki_sim, mean of both corners of its clock",
+        "us: simulated on nki_sim, the likely time",
         "roofline, padding and estimate: computed",
     )
     return Page(f"Tuned: {where}", _answer(report), sections, remarks)
@@ -65,13 +65,11 @@ def _against(bucket: dict[str, Any]) -> str:
 
 
 def _tried(bucket: dict[str, Any]) -> Details:
-    head = ("block", "plan", "weights", "us", "vendor's corner", "in order", "estimate", "padding")
+    head = ("block", "plan", "weights", "us", "estimate", "padding")
     rows = [
         (
             *plan_cells(each),
             f"{each['us']:,.1f}",
-            f"{each['vendor_us']:,.1f}",
-            f"{each['in_order_us']:,.1f}",
             f"{each['estimated_us']:,.1f}",
             f"{each['padding']:.0%}",
         )

@@ -22,22 +22,22 @@ def bucket_report(
         few: the decode kernel, where that runs untuned.
     """
     problem, best, (untuned, default) = work.problem, work.best(), ends
-    in_blocks, us = problem.tuned(best).to_dict(), work.times[best].us
+    in_blocks, us = problem.tuned(best).to_dict(), work.times[best]
     chosen, chosen_us = in_blocks, us
-    runs, runs_us = problem.tuned(untuned).to_dict(), _us(work, untuned)
+    runs, runs_us = problem.tuned(untuned).to_dict(), work.times.get(untuned)
     if few is not None and few.times:
-        ((mode, time),) = few.times.items()
-        runs, runs_us = {"tokens": problem.tokens, "mode": mode}, time.us
-        if time.us < us:
-            chosen, chosen_us = runs, time.us
-    by_time = sorted(work.times, key=lambda point: work.times[point].us)
+        ((mode, runs_us),) = few.times.items()
+        runs = {"tokens": problem.tokens, "mode": mode}
+        if runs_us < us:
+            chosen, chosen_us = runs, runs_us
+    by_time = sorted(work.times, key=work.times.__getitem__)
     return {
         "tokens": problem.tokens,
         "chosen": chosen,
         "chosen_us": chosen_us,
         "in_blocks": in_blocks,
         "in_blocks_us": us,
-        "default_512_us": _us(work, default),
+        "default_512_us": work.times.get(default),
         "untuned_us": runs_us,
         "untuned": runs,
         "roofline_us": problem.work().roofline_us(problem.parts[0].tuning.num_cores),
@@ -54,19 +54,12 @@ def bucket_report(
     }
 
 
-def _us(work: PrefillWork, point: Point) -> float | None:
-    found = work.times.get(point)
-    return None if found is None else found.us
-
-
 def _tried(work: PrefillWork, point: Point) -> dict[str, Any]:
-    time = work.times[point]
     choice = work.problem.tuned(point).to_dict()
     del choice["tokens"]
     return {
         **choice,
-        "us": time.us,
-        **{f"{corner.replace('-', '_')}_us": us for corner, us in time.corners_us.items()},
+        "us": work.times[point],
         "estimated_us": point.estimated_us,
         "padding": padding_of(work, point.block_size),
     }
@@ -81,12 +74,8 @@ def padding_of(work: PrefillWork, block_size: int) -> float:
 
 def decode_report(work: DecodeWork) -> dict[str, Any]:
     """Return what was found for a decode step."""
-    best = min(work.times, key=lambda mode: work.times[mode].us)
-    return {
-        "tokens": work.tokens,
-        "mode": best,
-        "us": {mode: time.us for mode, time in work.times.items()},
-    }
+    best = min(work.times, key=work.times.__getitem__)
+    return {"tokens": work.tokens, "mode": best, "us": dict(work.times)}
 
 
 def table(buckets: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -> str:

@@ -16,32 +16,14 @@ from neuron_moe.plan import Plan, Step
 from neuron_moe.tools.timing.plans import experts_alone, launches_of, plan_of
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.sources import Sources, digest
-from neuron_moe.tools.timing.timelines import corner_timelines
 from neuron_moe.tools.tune.problem import Ints, Point, Problem
-from nki_sim.time.schedule_model import CORNERS
 from nki_sim.time.sensitivity import alone_ns
 
 OUR_SOURCES = ("**/*.py",)
 CLOSE_RIVAL = 1.15  # how much slower a point is that may win under other coefficients
 MOST_RIVALS = 2
 _TIE = 0.005  # of a time: what differs by less is as good
-_SECONDS_PER_TILE = 0.012  # of a simulation in both corners; measured, x86, shared
-
-
-@dataclass(frozen=True, slots=True)
-class Time:
-    """A simulated time.
-
-    Attributes:
-        corners_us: by corner of the clock, in microseconds.
-    """
-
-    corners_us: dict[str, float]
-
-    @property
-    def us(self) -> float:
-        """Mean of the corners."""
-        return sum(self.corners_us.values()) / len(self.corners_us)
+_SECONDS_PER_TILE = 0.012  # of a simulation; measured, x86, shared
 
 
 class Kept:
@@ -89,18 +71,21 @@ class PrefillWork:
         problem: what is tuned.
         points: to simulate: the best by estimate, what runs untuned, and NxD's default.
         kept: results of earlier runs.
+
+    Attributes:
+        times: simulated microseconds, the likely ones, by point.
     """
 
     def __init__(self, problem: Problem, points: Sequence[Point], kept: Kept) -> None:
         self.problem, self._kept = problem, kept
         self.name = f"prefill of {problem.tokens} tokens"
-        self.times: dict[Point, Time] = {}
+        self.times: dict[Point, float] = {}
         self._waiting: list[tuple[Task, Point]] = []
         self._tasks: dict[int, Point] = {}
         for point in points:
             found = kept.read(self._name_of(point))
             if found is not None:
-                self.times[point] = Time(found)
+                self.times[point] = found
                 continue
             task = Task(
                 f"block {point.block_size}",
@@ -132,23 +117,23 @@ class PrefillWork:
         self._tasks[id(task)] = point
         return task
 
-    def take(self, task: Task, result: dict[str, float]) -> None:
+    def take(self, task: Task, result: float) -> None:
         """Keep a time."""
         point = self._tasks.pop(id(task))
         self._kept.write(self._name_of(point), result)
-        self.times[point] = Time(result)
+        self.times[point] = result
 
     def best(self) -> Point:
         """Return the fastest point of those simulated."""
-        return min(self.times, key=lambda point: self.times[point].us)
+        return min(self.times, key=self.times.__getitem__)
 
     def rivals(self) -> list[Point]:
         """Return the close points with another block size or shard plan than the best."""
         best = self.best()
         found = dict[tuple[int, str], Point]()
-        for point in sorted(self.times, key=lambda point: self.times[point].us):
+        for point in sorted(self.times, key=self.times.__getitem__):
             place = point.block_size, point.request.shard_plan
-            is_close = self.times[point].us <= CLOSE_RIVAL * self.times[best].us
+            is_close = self.times[point] <= CLOSE_RIVAL * self.times[best]
             if is_close and place != (best.block_size, best.request.shard_plan):
                 found.setdefault(place, point)
         return list(found.values())[:MOST_RIVALS]
@@ -209,7 +194,7 @@ class SureWork:
 
     def flips(self) -> list[tuple[Point, str, float]]:
         """Return the rivals that win by more than a tie when something is turned, and their time
-        over the choice's. As they are, both take the mean of the corners.
+        over the choice's.
         """
         best = self.of.best()
         own = self.times_ns.get(best, {})
@@ -217,34 +202,28 @@ class SureWork:
         for rival, theirs in self.times_ns.items():
             if rival is best:
                 continue
-            as_is = self.of.times[rival].us / self.of.times[best].us * own[""] / theirs[""]
             for turned in sorted((own.keys() | theirs.keys()) - {""}):
-                ratio = as_is * theirs.get(turned, theirs[""]) / own.get(turned, own[""])
+                ratio = theirs.get(turned, theirs[""]) / own.get(turned, own[""])
                 if ratio < 1.0 - _TIE:
                     found.append((rival, turned, ratio))
         return sorted(found, key=lambda flip: flip[2])
 
 
-def _simulate(problem: Problem, point: Point) -> dict[str, float]:
-    return _corner_times(problem.plan(point), problem.index_TK)
+def _simulate(problem: Problem, point: Point) -> float:
+    return _likely_us(problem.plan(point), problem.index_TK)
 
 
-def _corner_times(plan: Plan, index_TK: Ints) -> dict[str, float]:
-    found = dict.fromkeys(CORNERS, 0.0)
-    for _, run in launches_of(plan, index_TK):
-        for corner, timeline in corner_timelines(run, CORNERS):
-            found[corner] += timeline.total_us
-    return found
+def _likely_us(plan: Plan, index_TK: Ints) -> float:
+    return float(sum(run.timeline.total_us for _, run in launches_of(plan, index_TK)))
 
 
 def _turn(problem: Problem, point: Point) -> dict[str, float]:
     """Return the time of a point as it is, and with every coefficient that can move it turned."""
     launches = []
     for _, run in launches_of(problem.plan(point), problem.index_TK):
-        ((_, timeline),) = corner_timelines(run, ["vendor"])
-        turned = alone_ns(timeline)
+        turned = alone_ns(run.timeline)
         named = {f"{knob} x{factor:g}": ns for (knob, factor), ns in turned.items() if factor}
-        launches.append({"": timeline.total_ns, **named})
+        launches.append({"": run.timeline.total_ns, **named})
     names = dict.fromkeys(name for each in launches for name in each)
     return {name: sum(each.get(name, each[""]) for each in launches) for name in names}
 
@@ -262,12 +241,12 @@ class DecodeWork:
         self._plans, self._index_TK, self._kept = plans, index_TK, kept
         self.tokens = len(index_TK)
         self.name = f"decode of {self.tokens} tokens"
-        self.times: dict[str, Time] = {}
+        self.times: dict[str, float] = {}
         self._waiting = list(plans)
         for mode in plans:
             found = kept.read(self._name_of(mode))
             if found is not None:
-                self.times[mode] = Time(found)
+                self.times[mode] = found
                 self._waiting.remove(mode)
 
     def _name_of(self, mode: str) -> str:
@@ -285,12 +264,12 @@ class DecodeWork:
         if not self._waiting:
             return None
         mode = self._waiting.pop(0)
-        return Task(mode, 5.0, partial(_corner_times, self._plans[mode], self._index_TK))
+        return Task(mode, 5.0, partial(_likely_us, self._plans[mode], self._index_TK))
 
-    def take(self, task: Task, result: dict[str, float]) -> None:
+    def take(self, task: Task, result: float) -> None:
         """Keep a time."""
         self._kept.write(self._name_of(task.name), result)
-        self.times[task.name] = Time(result)
+        self.times[task.name] = result
 
 
 def few_tokens_work(problem: Problem, kept: Kept) -> DecodeWork | None:

@@ -1,24 +1,23 @@
 """MX kernels of a simulated trn3, ours beside the vendor's, over a file of their cases.
 
 Both sides run with values and are held against their references, as `neuron-moe check` does; a case
-counts where both agree and none had to take fewer tokens. Each run is timed in both corners.
+counts where both agree and none had to take fewer tokens. Each side is one program.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import re
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nki_sim
+from lab.bench.averages import geometric_mean
 from lab.check import kernels, vendor
 from lab.check.case_file import read_cases
 from lab.check.launcher import checking_for, watching
@@ -28,7 +27,8 @@ from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.parsers import PRINTED, Parser
 from neuron_moe.tools.timing.sources import write_result
-from neuron_moe.tools.timing.timelines import corner_timelines
+from neuron_moe.tools.timing.timelines import program, time_of
+from nki_sim.time.estimate import Estimate, Ratio
 
 CHIP = "trn3"
 CHIPS = ("trn2", CHIP)
@@ -38,23 +38,21 @@ _FEWER_TOKENS = re.compile(r"\bT \d+ -> \d+")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One case in one corner of the clock.
+    """One case.
 
     Attributes:
         id, kernel, variant: as in the file.
-        corner: of the clock.
-        ours_us, vendor_us: simulated; None where a side was not run, or its result is not right.
-        speedup: vendor's over ours, where both are of the same tokens.
+        ours, theirs: simulated; None where a side was not run, or its result is not right.
+        ratio: theirs over ours, where both are of the same tokens.
         note: what differs from the case as listed, and why a time is missing.
     """
 
     id: str
     kernel: str
     variant: str
-    corner: str
-    ours_us: float | None
-    vendor_us: float | None
-    speedup: float | None
+    ours: Estimate | None
+    theirs: Estimate | None
+    ratio: Ratio | None
     note: str
 
 
@@ -89,11 +87,10 @@ def compare_mx(options: argparse.Namespace, names: Sequence[str]) -> int:
     found = read_cases(options.cases, match=options.match)
     cases = [case for case in found if case.kernel in names and case.platform == CHIP]
     rows: list[Row] = []
-    run = partial(compare_case, library=options.library, corners=tuple(options.corner))
-    for done in _each(run, cases, options.jobs):
-        rows += done
-        for row in done:
-            print(_line(row), file=sys.stderr, flush=True)
+    run = partial(compare_case, library=options.library)
+    for row in _each(run, cases, options.jobs):
+        rows.append(row)
+        print(_line(row), file=sys.stderr, flush=True)
         write_result(options.json, summarise(rows))
     result = summarise(rows)
     print(f"{CHIP}, simulated, both held against their references\n" + _table(rows))
@@ -103,69 +100,54 @@ def compare_mx(options: argparse.Namespace, names: Sequence[str]) -> int:
         f" {counts['documented']} documented; nki_sim/hardware.py names their sources"
     )
     if options.json == PRINTED:
-        print_json_line("bench mx", **{name: result[name] for name in ("chip", "by_corner")})
+        print_json_line("bench mx", **{name: result[name] for name in ("chip", "figures")})
     return 0
 
 
-def compare_case(case: Case, library: Path | None, corners: Sequence[str]) -> list[Row]:
-    """Run both sides of a case; return its rows."""
+def compare_case(case: Case, library: Path | None) -> Row:
+    """Run both sides of a case."""
     limits = Limits(macs=MAX_MACS)
     with checking_for(CHIP):
-        ours, ours_runs = _timed(lambda: kernels.run_case(case, limits), corners)
-    theirs, vendor_runs = None, list[dict[str, float]]()
-    if library is not None:
-        vendors = VendorLibrary(library)
-        theirs, vendor_runs = _timed(lambda: vendor.run_case(case, vendors, limits), corners)
-    rows = []
-    for corner in corners:
-        ours_us = _right_us(ours, sum(run[corner] for run in ours_runs))
-        vendor_us = _right_us(theirs, vendor_runs[-1][corner] if vendor_runs else 0.0)
-        reasons = [f"ours: {ours.reason}" if ours.reason else ""]
-        reasons.append(f"vendor: {theirs.reason}" if theirs is not None and theirs.reason else "")
-        note = "; ".join(filter(None, reasons))
-        speedup = None
-        if ours_us and vendor_us and not _FEWER_TOKENS.search(note):
-            speedup = vendor_us / ours_us
-        rows.append(
-            Row(
-                id=case.id,
-                kernel=case.kernel,
-                variant=case.variant,
-                corner=corner,
-                ours_us=ours_us,
-                vendor_us=vendor_us,
-                speedup=speedup,
-                note=note,
-            )
-        )
-    return rows
+        ours, our_launches = _timed(lambda: kernels.run_case(case, limits))
+        theirs, their_launches = None, list[Estimate]()
+        if library is not None:
+            vendors = VendorLibrary(library)
+            theirs, their_launches = _timed(lambda: vendor.run_case(case, vendors, limits))
+    our_time = _right_time(ours, our_launches)
+    their_time = _right_time(theirs, their_launches[-1:])
+    reasons = [f"ours: {ours.reason}" if ours.reason else ""]
+    reasons.append(f"vendor: {theirs.reason}" if theirs is not None and theirs.reason else "")
+    note = "; ".join(filter(None, reasons))
+    ratio = None
+    if our_time and their_time and not _FEWER_TOKENS.search(note):
+        ratio = their_time.over(our_time)
+    return Row(
+        id=case.id,
+        kernel=case.kernel,
+        variant=case.variant,
+        ours=our_time,
+        theirs=their_time,
+        ratio=ratio,
+        note=note,
+    )
 
 
-def _timed(
-    check: Callable[[], Outcome], corners: Sequence[str]
-) -> tuple[Outcome, list[dict[str, float]]]:
-    """Return the outcome of a check, and the times of its launches by corner."""
-    times: list[dict[str, float]] = []
-
-    def watch(run: nki_sim.Run) -> None:
-        found = corner_timelines(run, corners)
-        times.append({corner: timeline.total_us for corner, timeline in found})
-
-    with watching(watch):
+def _timed(check: Callable[[], Outcome]) -> tuple[Outcome, list[Estimate]]:
+    """Return the outcome of a check, and the times of its launches."""
+    times: list[Estimate] = []
+    with watching(lambda run: times.append(time_of(run.timeline))):
         outcome = check()
     return outcome, times
 
 
-def _right_us(outcome: Outcome | None, us: float) -> float | None:
-    """Return a time if what ran is right."""
+def _right_time(outcome: Outcome | None, launches: Sequence[Estimate]) -> Estimate | None:
+    """Return the time of what ran as a program, if it is right."""
     is_right = outcome is not None and outcome.outcome == "passed"
-    return round(us, 3) if is_right and us > 0 else None
+    return program(launches, nki_sim.hardware.find(CHIP)) if is_right and launches else None
 
 
-def _each(
-    run: Callable[[Case], list[Row]], cases: Sequence[Case], jobs: int
-) -> Iterator[list[Row]]:
-    """Yield the rows of each case, in some processes."""
+def _each(run: Callable[[Case], Row], cases: Sequence[Case], jobs: int) -> Iterator[Row]:
+    """Yield the row of each case, in some processes."""
     if jobs == 1:
         yield from map(run, cases)
         return
@@ -174,22 +156,20 @@ def _each(
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the result as a file keeps it: rows, ratios by corner, and what times rest on."""
-    by_corner = {}
-    for corner in dict.fromkeys(row.corner for row in rows):
-        ratios = [row.speedup for row in rows if row.corner == corner and row.speedup is not None]
-        by_corner[corner] = {
-            "cases": sum(row.corner == corner for row in rows),
-            "ours_right": sum(row.corner == corner and row.ours_us is not None for row in rows),
-            "vendor_right": sum(row.corner == corner and row.vendor_us is not None for row in rows),
-            "compared": len(ratios),
-            "geometric_mean": _mean(ratios),
-            "least": min(ratios, default=None),
-        }
+    """Return the result as a file keeps it: rows, figures, and what times rest on."""
+    ratios = [row.ratio for row in rows if row.ratio is not None]
     return {
         "chip": CHIP,
         "times": "simulated",
-        "by_corner": by_corner,
+        "figures": {
+            "cases": len(rows),
+            "ours_right": sum(row.ours is not None for row in rows),
+            "vendor_right": sum(row.theirs is not None for row in rows),
+            "compared": len(ratios),
+            "geometric_mean": geometric_mean([one.likely for one in ratios]),
+            "geometric_mean_low": geometric_mean([one.low for one in ratios]),
+            "least_low": min((one.low for one in ratios), default=None),
+        },
         "coefficients": coefficients(),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
@@ -205,24 +185,18 @@ def coefficients() -> dict[str, list[str]]:
     return kinds
 
 
-def _mean(ratios: Iterable[float]) -> float | None:
-    logs = [math.log(ratio) for ratio in ratios]
-    return round(math.exp(statistics.fmean(logs)), 3) if logs else None
-
-
 def _table(rows: Sequence[Row]) -> str:
-    head = ["case", "kernel", "variant", "corner", "ours us", "vendor us", "speed-up"]
-    lines = [head]
+    lines = [["case", "kernel", "variant", "ours us", "vendor us", "times as fast"]]
     for row in rows:
-        times = [_text(row.ours_us), _text(row.vendor_us), _text(row.speedup)]
-        lines.append([row.id, row.kernel, row.variant, row.corner, *times])
-    return format_table(lines, numbers_from=4)
+        times = [_us(row.ours), _us(row.theirs), str(row.ratio or "-")]
+        lines.append([row.id, row.kernel, row.variant, *times])
+    return format_table(lines, numbers_from=3)
 
 
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}"
+def _us(time: Estimate | None) -> str:
+    return "-" if time is None else f"{time.us:,.2f}"
 
 
 def _line(row: Row) -> str:
-    times = f"ours {_text(row.ours_us)} us, vendor {_text(row.vendor_us)} us"
-    return f"{row.id} {row.corner}: {times}, {_text(row.speedup)}; {row.note}"
+    times = f"ours {_us(row.ours)} us, vendor {_us(row.theirs)} us"
+    return f"{row.id}: {times}, {row.ratio or '-'}; {row.note}"

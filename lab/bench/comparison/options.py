@@ -7,20 +7,12 @@ from pathlib import Path
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE
 from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.hardware_file import use_hardware
-from nki_sim.time.schedule_model import CORNERS
 
 LAYOUTS = ("plain", "packed")
 
 
 def add_comparison_options(parser: Parser) -> None:
     """Add what says which sides run and how, and what an earlier result spares."""
-    parser.more.add_argument(
-        "--corner",
-        nargs="+",
-        choices=list(CORNERS),
-        default=list(CORNERS),
-        help="order that the clock assumes (default: both)",
-    )
     parser.more.add_argument(
         "--layout",
         nargs="+",
@@ -38,11 +30,6 @@ def add_comparison_options(parser: Parser) -> None:
         help="stop after so many minutes; --resume goes on with what is left",
     )
     add_library_option(parser)
-    parser.more.add_argument(
-        "--sensitivity",
-        action="store_true",
-        help="state ranges with coefficients halved and doubled",
-    )
     parser.more.add_argument(
         "--deployed",
         action="store_true",

@@ -6,8 +6,9 @@ decode_moe stands beside the vendor's moe_tkg, decode_block (norm and router in 
 moe_block_tkg, each in the faster of its two modes, on the same simulated chip; the vendor's come
 from the user's checkout. The HBM bound (weights of the touched experts, tokens in and out) is
 computed. Both of our modes run, so that the cost model's choice can be held against the better.
-Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), ours with plain
-and with packed weights; beside our fp8 the vendor's faster format counts.
+Ours runs with plain and with packed weights; beside our fp8 the vendor's faster format counts. A
+time is the likely one, a ratio has the range of what is not known (nki_sim/time/estimate.py); each
+side is one program.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from typing import Any
 import numpy as np
 
 import nki_sim
-from lab.bench.comparison.corners import corner_lines
+from lab.bench.comparison.figures import figure_lines
 from lab.bench.comparison.mx import CHIP, add_chip_options, compare_mx
 from lab.bench.comparison.options import (
     add_comparison_options,
     check_comparison_options,
 )
-from lab.bench.comparison.spread import SpreadWork, range_in_words
 from lab.bench.decode.cases import (
     BATCHES,
     FORMATS,
@@ -42,28 +42,22 @@ from lab.bench.decode.picture import PICTURE_BATCHES, PICTURE_MODELS, draw_switc
 from lab.bench.decode.results import (
     Book,
     Row,
-    VendorKey,
     compared,
     read,
     summarise,
-    vendor_key,
     with_gains,
 )
 from lab.bench.decode.vendor import VendorSide
-from lab.bench.decode.work import (
-    MODES,
-    OPTIONS,
-    OurSide,
-    spreads_of,
-)
+from lab.bench.decode.work import MODES, OPTIONS, OurSide
 from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import PRINTED, Parser
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import MODELS
-from neuron_moe.tools.timing.pool import Pace, Task, Work, run_phases
+from neuron_moe.tools.timing.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.timing.sources import Sources, Writer, write_result
+from nki_sim.time.estimate import Estimate
 
 MX_KERNELS = ("moe_tkg", "moe_block_tkg")  # the vendor's names of cases
 OUR_SOURCES = ("decode/*.py", "common/*.py")
@@ -85,14 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         print(_line(book, side, task, pace, seconds), file=sys.stderr, flush=True)
         writer.write()
 
-    def spreads() -> list[SpreadWork]:
-        _keep(book, ours, theirs)  # with why the last modes were left out
-        return _spreads(options, ours, book)
-
     sides: list[Work] = [*ours, *theirs]
     sides.sort(key=lambda side: side.size)
     try:
-        is_complete = run_phases([lambda: sides, spreads], on_taken, options.jobs, options.minutes)
+        is_complete = run_works(sides, on_taken, options.jobs, options.minutes)
     finally:
         writer.write(at_once=True)
     _keep(book, ours, theirs)  # with why the last modes were left out
@@ -105,12 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(rows))
     for miss in result["misses"]:
         print(
-            f"misses {miss['target']}: {miss['row']}, {runs.corner_name(miss['corner'])},"
-            f" {miss['layout']}: {miss['value']:.2f} ({miss['bottleneck']})"
+            f"misses {miss['target']}: {miss['row']}, {miss['layout']}:"
+            f" {miss['value']:.2f} ({miss['bottleneck']})"
         )
-    print(corner_lines(result["by_corner"]))
-    if result["expected"]:
-        print(f"weights as in the checkpoint: {result['expected']} ({runs.kind()})")
+    print(figure_lines(result["by_layout"]))
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
     if options.json == PRINTED:
@@ -185,7 +173,6 @@ def _sides(
             OurSide(
                 case,
                 options.layout,
-                options.corner,
                 sources,
                 book.rows,
             )
@@ -196,34 +183,16 @@ def _sides(
             ours[-1].skip()
         key = (case.kernel, case.model.name, str(case.B), case.format)
         if options.only != "ours" and library is not None and key not in theirs:
-            known = {
-                corner: {attempt.name: attempt for attempt in book.known_vendor(case, corner)}
-                for corner in options.corner
-            }
+            known = {attempt.name: attempt for attempt in book.known_vendor(case)}
             theirs[key] = VendorSide(library, case, known, OPTIONS)
     return ours, list(theirs.values())
-
-
-def _spreads(options: argparse.Namespace, ours: Sequence[OurSide], book: Book) -> list[SpreadWork]:
-    """Return what finds the range of every ratio, cases that differ in their routing together."""
-    if not options.sensitivity or not options.library:
-        return []
-    groups = dict[VendorKey, list[OurSide]]()
-    for side in ours:
-        groups.setdefault(vendor_key(side.case, ""), []).append(side)
-    library, corners = VendorLibrary(options.library), options.corner
-    found = (
-        work for sides in groups.values() for work in spreads_of(sides, book, library, corners)
-    )
-    return sorted(found, key=lambda work: -work.size)  # no process works alone at the end
 
 
 def _keep(book: Book, ours: Sequence[OurSide], changed: Iterable[Work]) -> None:
     """Keep what some sides found, and compare the rows again."""
     for side in changed:
         if isinstance(side, VendorSide):
-            for corner, attempts in side.attempts().items():
-                book.keep_vendor(side.case, attempts, corner)
+            book.keep_vendor(side.case, side.attempts())
     _compare(book, ours)
 
 
@@ -231,7 +200,7 @@ def _compare(book: Book, ours: Sequence[OurSide]) -> None:
     """Fill in what follows from both sides as far as they are known."""
     for side in ours:
         for key, row in side.rows.items():
-            book.rows[key] = compared(row, book.rivals(side.case, row.corner))
+            book.rows[key] = compared(row, book.rivals(side.case))
 
 
 def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -> None:
@@ -279,15 +248,9 @@ def _line(book: Book, side: Work, task: Task, pace: Pace, seconds: float) -> str
     """Say what a task found and how far the run is."""
     cells = []
     if isinstance(side, OurSide):
-        rows = [book.rows[key] for key in side.rows]
-        cells += [
-            f"{row.layout} {runs.corner_name(row.corner)} {_text(row.ours_us, '.1f')}"
-            for row in rows
-        ]
+        cells += [f"{book.rows[key].layout} {_us(book.rows[key].ours)}" for key in side.rows]
     elif isinstance(side, VendorSide):
-        for corner, attempts in side.attempts().items():
-            times = (_text(a.us, ".1f") for a in attempts if a.name == task.name)
-            cells.append(f"{corner} {', '.join(times)}")
+        cells += [_text(a.us, ".1f") for a in side.attempts() if a.name == task.name]
     found = f": us: {', '.join(cells)}" if cells else ""
     return f"{side.name}, {task.name} [{seconds:.1f} s]{found}; {pace.text()}"
 
@@ -300,7 +263,6 @@ def _table(rows: Sequence[Row]) -> str:
         "routing",
         "format",
         "layout",
-        "corner",
         "bound us",
         "ours us",
         "mode",
@@ -312,14 +274,11 @@ def _table(rows: Sequence[Row]) -> str:
     ]
     lines = [head, *(_cells(row) for row in rows)]
     return f"trn2, one layer on one rank; ours and vendor {runs.kind()}, HBM bound computed\n" + (
-        format_table(lines, numbers_from=7)
+        format_table(lines, numbers_from=6)
     )
 
 
 def _cells(row: Row) -> list[str]:
-    speedup = "-"
-    if row.speedup is not None:
-        speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
     return [
         row.kernel,
         f"{row.model} TP{row.tp}",
@@ -327,16 +286,19 @@ def _cells(row: Row) -> list[str]:
         row.routing,
         row.format,
         row.layout,
-        runs.corner_name(row.corner),
         f"{row.hbm_bound_us:,.1f}",
-        _text(row.ours_us, ",.1f"),
+        _us(row.ours),
         row.ours_mode,
         _text(row.bound_share, ".0%"),
-        _text(row.vendor_us, ",.1f"),
-        speedup,
+        _us(row.theirs),
+        str(row.ratio or "-"),
         _text(row.fp8_gain, ".2f"),
         _text(row.deployed_us, ",.1f"),
     ]
+
+
+def _us(time: Estimate | None) -> str:
+    return "-" if time is None else f"{time.us:,.1f}"
 
 
 def _text(value: float | None, form: str) -> str:

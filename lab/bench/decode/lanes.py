@@ -3,8 +3,8 @@
     python -m lab.bench.decode.lanes --library nki-library
 
 Simulates `decode_layer` and the faster mode of the vendor's `moe_block_tkg` on the same case, with
-weights as in the checkpoint and the clock model that favours the vendor's, and draws both over one
-time axis.
+weights as in the checkpoint, and draws the likely course of both over one time axis; what a program
+takes before and after its kernel is not in it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from lab.bench.decode.vendor import MODES, launch_vendor
 from lab.bench.decode.work import OPTIONS
 from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.parsers import Parser
-from neuron_moe.tools.timing.timelines import corner_timelines
-from nki_sim import Run
 from nki_sim.time.costs import DmaPrice
 from nki_sim.time.timeline import Timeline
 
@@ -68,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     library = VendorLibrary(options.library)
     ours = launch_ours(CASE, decode_plan(CASE, layout="plain"), OPTIONS)
-    theirs = [_timeline(launch_vendor(library, CASE, mode, OPTIONS)) for mode in MODES]
+    theirs = [launch_vendor(library, CASE, mode, OPTIONS).timeline for mode in MODES]
     panels = [
-        Panel("neuron-moe", _timeline(ours)),
+        Panel("neuron-moe", ours.timeline),
         Panel("nki-library", min(theirs, key=lambda timeline: timeline.total_ns)),
     ]
     options.out.write_text(draw_lanes(panels, TITLE, NOTE))
@@ -187,12 +185,6 @@ def busy_spans(line: Timeline, lane: str, gap_us: float) -> list[tuple[float, fl
         else:
             spans.append((begin, end))
     return spans
-
-
-def _timeline(run: Run) -> Timeline:
-    ((_, timeline),) = corner_timelines(run, ["vendor"])
-    found: Timeline = timeline
-    return found
 
 
 def _text(

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.averages import geometric_mean
-from lab.bench.comparison.attempts import Attempt, against
-from lab.bench.comparison.corners import by_corner, expectation
+from lab.bench.comparison.attempts import Attempt, against, read_ratio, read_time
+from lab.bench.comparison.figures import by_layout, share_of
 from lab.bench.comparison.options import LAYOUTS
 from lab.bench.decode.cases import (
     FORMATS,
@@ -28,14 +28,14 @@ from lab.bench.decode.cases import (
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import MODELS
 from neuron_moe.tools.timing.sources import Sources, read_result
-from nki_sim.time.schedule_model import CORNERS
+from neuron_moe.tools.timing.timelines import overhead
+from nki_sim.time.estimate import Estimate, Ratio
 
-MEAN_TARGET, ROW_TARGET, SHARE_TARGET, FP8_TARGET, SWITCH_TARGET = 1.5, 1.0, 0.75, 1.6, 0.03
+ROW_TARGET, SHARE_TARGET, FP8_TARGET, SWITCH_TARGET = 1.0, 0.75, 1.6, 0.03
 IN_BF16 = " in bf16"  # behind the name of a mode of another format
-LAYOUT_NAMES = {"": "packed", "ehi": "plain"}  # of older files
 SHARE_FROM = 16  # tokens from which on the share of the HBM bound is asked for, in bf16
-Key = tuple[str, str, int, str, str, str, str]
-VendorKey = tuple[str, str, int, str, str]
+Key = tuple[str, str, int, str, str, str]
+VendorKey = tuple[str, str, int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +45,21 @@ class Row:
     Attributes:
         kernel: decode_moe, or decode_block (norm and router in front).
         model, tp, B, routing, format: the case.
-        corner: what was assumed of order and loops; older files, which lack it, are in order.
         layout: of our weights: packed when they are loaded, or plain, as NxD has them.
         touched: experts that some token chose.
-        ours_us: simulated time of the mode that the cost model takes.
+        ours: simulated time of the mode that the cost model takes, as a program.
         ours_mode, ours_plan: that mode, and how it goes through the experts.
-        ours_modes: simulated times by mode; one whose bytes alone take longer is left out.
+        ours_modes: likely times of the launch by mode; one whose bytes alone take longer is left
+            out.
         switch_loss: the chosen mode's time over the better one's, less 1.
-        vendor_us, vendor_plan: of the faster of the vendor's modes; of an fp8 row, in the faster of
-            its formats.
+        theirs, vendor_plan: of the faster of the vendor's modes, as a program; of an fp8 row, in
+            the faster of its formats.
         hbm_bound_us: computed.
-        speedup: vendor_us / ours_us.
-        bound_share: hbm_bound_us / ours_us.
-        fp8_gain: of an fp8 row, time of the bf16 row over its own.
+        ratio: theirs over ours.
+        bound_share: hbm_bound_us over our launch alone.
+        fp8_gain: of an fp8 row, the launch of the bf16 row over its own.
         is_weight_bound: whether reading weights takes most of the time even in fp8 (computed).
         bottleneck: busiest engine, and the line with most of the critical path.
-        speedup_low, speedup_high, low_with, high_with: those of `SpeedupRange`.
         deployed_us, deployed_plan: what NxD runs by default (computed, at least).
         kernels: fingerprint of our sources.
     """
@@ -74,23 +73,18 @@ class Row:
     touched: int
     hbm_bound_us: float
     is_weight_bound: bool
-    corner: str = "in-order"
     layout: str = "packed"
-    ours_us: float | None = None
+    ours: Estimate | None = None
     ours_mode: str = ""
     ours_plan: str = ""
     ours_modes: dict[str, float] = field(default_factory=dict)
     switch_loss: float | None = None
-    vendor_us: float | None = None
+    theirs: Estimate | None = None
     vendor_plan: str = ""
-    speedup: float | None = None
+    ratio: Ratio | None = None
     bound_share: float | None = None
     fp8_gain: float | None = None
     bottleneck: str = ""
-    speedup_low: float | None = None
-    speedup_high: float | None = None
-    low_with: str = ""
-    high_with: str = ""
     deployed_us: float | None = None
     deployed_plan: str = ""
     kernels: str = ""
@@ -103,15 +97,7 @@ class Row:
     @property
     def key(self) -> Key:
         """What tells rows apart."""
-        return (
-            self.kernel,
-            self.model,
-            self.B,
-            self.routing,
-            self.format,
-            self.layout,
-            self.corner,
-        )
+        return self.kernel, self.model, self.B, self.routing, self.format, self.layout
 
     @property
     def name(self) -> str:
@@ -119,7 +105,7 @@ class Row:
         return f"{self.kernel} {self.model} TP{self.tp} B={self.B} {self.routing} {self.format}"
 
 
-def row_of(case: DecodeCase, touched: int, layout: str = "packed", corner: str = "in-order") -> Row:
+def row_of(case: DecodeCase, touched: int, layout: str = "packed") -> Row:
     """Return the row of a case before anything ran."""
     return Row(
         kernel=case.kernel,
@@ -130,20 +116,19 @@ def row_of(case: DecodeCase, touched: int, layout: str = "packed", corner: str =
         format=case.format,
         touched=touched,
         layout=layout,
-        corner=corner,
         hbm_bound_us=hbm_bound_us(case, touched),
         is_weight_bound=is_weight_bound(case.model, case.B, touched),
     )
 
 
-def vendor_key(case: DecodeCase, corner: str) -> VendorKey:
+def vendor_key(case: DecodeCase) -> VendorKey:
     """Return what the vendor's times belong to: everything but the routing and our layout."""
-    return case.kernel, case.model.name, case.B, case.format, corner
+    return case.kernel, case.model.name, case.B, case.format
 
 
 def place(key: Key) -> tuple[int, ...]:
     """Return where a row stands in the table."""
-    kernel, model, B, routing, format, layout, corner = key
+    kernel, model, B, routing, format, layout = key
     names = [entry.name for entry in MODELS]
     return (
         KERNELS.index(kernel),
@@ -152,7 +137,6 @@ def place(key: Key) -> tuple[int, ...]:
         B,
         ROUTINGS.index(routing),
         LAYOUTS.index(layout),
-        list(CORNERS).index(corner),
     )
 
 
@@ -162,7 +146,7 @@ class Book:
 
     Attributes:
         rows: by key.
-        vendor: attempts by kernel, model, B, format and corner.
+        vendor: attempts by kernel, model, B and format.
         layers: bytes of an expert by vendor key, to tell whether a layer is still the same.
         switch: points of the picture, as they are in the file.
         library: fingerprint of the vendor's sources that its times are of.
@@ -174,24 +158,22 @@ class Book:
     switch: list[dict[str, Any]] = field(default_factory=list)
     library: str = ""
 
-    def keep_vendor(
-        self, case: DecodeCase, attempts: list[Attempt], corner: str = "in-order"
-    ) -> None:
+    def keep_vendor(self, case: DecodeCase, attempts: list[Attempt]) -> None:
         """Keep the vendor's times of a case."""
-        self.vendor[vendor_key(case, corner)] = attempts
-        self.layers[vendor_key(case, corner)] = _layer(case)
+        self.vendor[vendor_key(case)] = attempts
+        self.layers[vendor_key(case)] = _layer(case)
 
-    def known_vendor(self, case: DecodeCase, corner: str = "in-order") -> list[Attempt]:
+    def known_vendor(self, case: DecodeCase) -> list[Attempt]:
         """Return the vendor's times of a case, none if they are of another layer."""
-        key = vendor_key(case, corner)
+        key = vendor_key(case)
         return self.vendor[key] if self.layers.get(key) == _layer(case) else []
 
-    def rivals(self, case: DecodeCase, corner: str) -> list[Attempt]:
+    def rivals(self, case: DecodeCase) -> list[Attempt]:
         """Return what our time of a case stands beside: in fp8 the vendor may stay with bf16."""
-        found = self.known_vendor(case, corner)
+        found = self.known_vendor(case)
         if case.format == "bf16" or not found:
             return found
-        others = self.known_vendor(replace(case, format="bf16"), corner)
+        others = self.known_vendor(replace(case, format="bf16"))
         return found + [replace(a, name=a.name + IN_BF16) for a in others if a.us is not None]
 
 
@@ -220,11 +202,11 @@ def read(path: Path, sources: Sources, option: str) -> Book:
     known = {entry.name for entry in fields(Row)}
     for entry in content["rows"]:
         kept = {name: value for name, value in entry.items() if name in known}
-        row = Row(**kept | {"layout": LAYOUT_NAMES.get(entry["layout"], entry["layout"])})
+        kept |= {"ours": read_time(entry["ours"]), "theirs": read_time(entry["theirs"])}
+        row = Row(**kept | {"ratio": read_ratio(entry["ratio"])})
         book.rows[row.key] = row
     for entry in content["vendor"]:
-        corner = entry.get("corner", "in-order")
-        key = (entry["kernel"], entry["model"], entry["B"], entry["format"], corner)
+        key = (entry["kernel"], entry["model"], entry["B"], entry["format"])
         book.vendor[key] = [Attempt.of(attempt) for attempt in entry["attempts"]]
         book.layers[key] = entry["layer"]
     return book
@@ -235,9 +217,9 @@ def compared(row: Row, attempts: Sequence[Attempt]) -> Row:
     least = min(row.ours_modes.values(), default=None)
     return replace(
         row,
-        bound_share=row.hbm_bound_us / row.ours_us if row.ours_us else None,
-        switch_loss=row.ours_us / least - 1.0 if row.ours_us and least else None,
-        **against(row.ours_us, attempts),
+        bound_share=share_of(row.hbm_bound_us, row.ours),
+        switch_loss=row.ours_modes[row.ours_mode] / least - 1.0 if least else None,
+        **against(row.ours, attempts),
     )
 
 
@@ -247,21 +229,19 @@ def with_gains(rows: Mapping[Key, Row]) -> list[Row]:
     for key in sorted(rows, key=place):
         row = rows[key]
         other = rows.get((*key[:4], "bf16", *key[5:]))
-        if row.format == "fp8" and row.ours_us and other is not None and other.ours_us:
-            row = replace(row, fp8_gain=other.ours_us / row.ours_us)
+        if row.format == "fp8" and row.ours_modes and other is not None and other.ours_modes:
+            gain = other.ours_modes[other.ours_mode] / row.ours_modes[row.ours_mode]
+            row = replace(row, fp8_gain=gain)
         found.append(row)
     return found
 
 
 def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, Any]:
     """Return the whole result: the targets' figures, what misses them, then everything."""
-    speedups = [row.speedup for row in rows if row.speedup is not None]
     result: dict[str, Any] = {
         "chip": "trn2",
         "kind": runs.kind(),
-        "expected": expectation(rows),
-        "geometric_mean_speedup": geometric_mean(speedups),
-        "least_speedup": min(speedups, default=None),
+        "overhead": asdict(overhead()),
         "least_bound_share_bf16_from_16": min(
             (row.bound_share for row in rows if asks_share(row) and row.bound_share), default=None
         ),
@@ -276,12 +256,12 @@ def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, An
             default=None,
         ),
         "by_kernel": {name: _figures([r for r in rows if r.kernel == name]) for name in KERNELS},
-        "by_corner": by_corner(rows),
+        "by_layout": by_layout(rows),
         "misses": misses(rows),
         "sources": asdict(sources) | {"library": sources.library or book.library},
     }
     vendor = [
-        dict(zip(("kernel", "model", "B", "format", "corner"), key, strict=True))
+        dict(zip(("kernel", "model", "B", "format"), key, strict=True))
         | {"layer": book.layers[key], "attempts": [asdict(attempt) for attempt in attempts]}
         for key, attempts in book.vendor.items()
     ]
@@ -290,14 +270,14 @@ def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, An
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, Any]:
-    speedups = [row.speedup for row in rows if row.speedup is not None]
+    ratios = [row.ratio for row in rows if row.ratio is not None]
     shares = [row.bound_share for row in rows if asks_share(row) and row.bound_share]
     gains = [row.fp8_gain for row in rows if asks_gain(row) and row.fp8_gain]
     return {
         "rows": len(rows),
-        "geometric_mean_speedup": geometric_mean(speedups),
-        "least_speedup": min(speedups, default=None),
-        "rows_below_1": sum(speedup < ROW_TARGET for speedup in speedups),
+        "geometric_mean": geometric_mean([one.likely for one in ratios]),
+        "least_low": min((one.low for one in ratios), default=None),
+        "rows_below_1_at_low": sum(one.low < ROW_TARGET for one in ratios),
         "least_bound_share_bf16_from_16": min(shares, default=None),
         "shares_at_target": f"{sum(s >= SHARE_TARGET for s in shares)} of {len(shares)}",
         "least_fp8_gain_weight_bound": min(gains, default=None),
@@ -319,8 +299,9 @@ def misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return every row that misses a target, with its bottleneck."""
     found = []
     for row in rows:
+        least = None if row.ratio is None else row.ratio.low
         for target, value, is_missed in (
-            ("speedup", row.speedup, row.speedup is not None and row.speedup < ROW_TARGET),
+            ("times as fast", least, least is not None and least < ROW_TARGET),
             (
                 "bound_share",
                 row.bound_share,
@@ -342,7 +323,6 @@ def misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
                     {
                         "target": target,
                         "row": row.name,
-                        "corner": row.corner,
                         "layout": row.layout,
                         "value": value,
                         "bottleneck": row.bottleneck,

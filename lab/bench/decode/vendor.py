@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import HBM_BYTES_PER_US, Model
 from neuron_moe.tools.timing.pool import Task
-from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_sim import SimOptions, TensorSpec
 
 H_MULTIPLE = 256  # 128 partitions on each of two cores; callers pad
@@ -55,13 +54,13 @@ def bound_us(model: Model, mode: str, tokens: int, format: str = "bf16") -> floa
 class VendorSide:
     """The vendor's modes of one case, whatever the routing: which still matter, what they took.
 
-    The mode with the smaller bound runs first; the other one is left out in a corner in which its
-    bound exceeds what the first took.
+    The mode with the smaller bound runs first; the other one is left out where its bound exceeds
+    what the first took.
 
     Args:
         library: the user's checkout.
         case: what to compute.
-        known: attempts of an earlier run by corner and name; those are not run again.
+        known: attempts of an earlier run by name; those are not run again.
         options: of the simulator.
     """
 
@@ -69,13 +68,13 @@ class VendorSide:
         self,
         library: VendorLibrary,
         case: DecodeCase,
-        known: Mapping[str, Mapping[str, Attempt]],
+        known: Mapping[str, Attempt],
         options: SimOptions,
     ) -> None:
         self.case = case
         self.name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
         self._library, self._options = library, options
-        self._found = {corner: dict(attempts) for corner, attempts in known.items()}
+        self._found = dict(known)
         self._waiting = sorted(MODES, key=self._bound_us)
 
     def _bound_us(self, mode: str) -> float:
@@ -86,55 +85,51 @@ class VendorSide:
         """The seconds of what still waits, about."""
         return sum(seconds_of(self.case, mode) for mode in self._waiting)
 
-    def attempts(self) -> dict[str, list[Attempt]]:
-        """Return what is known by corner, that with the smaller bound first."""
-        return {
-            corner: sorted(found.values(), key=lambda attempt: attempt.bound_us)
-            for corner, found in self._found.items()
-        }
+    def attempts(self) -> list[Attempt]:
+        """Return what is known, that with the smaller bound first."""
+        return sorted(self._found.values(), key=lambda attempt: attempt.bound_us)
 
     def next_task(self) -> Task | None:
-        """Hand out the next mode that may be the faster one in some corner."""
+        """Hand out the next mode that may be the faster one."""
         while self._waiting:
             mode = self._waiting.pop(0)
-            corners = [corner for corner in self._found if self._is_wanted(mode, corner)]
-            if corners:
-                compute = functools.partial(self._attempt, mode, corners)
+            if self._is_wanted(mode):
+                compute = functools.partial(self._attempt, mode, self._fastest_us())
                 return Task(mode, seconds_of(self.case, mode), compute)
         return None
 
-    def take(self, task: Task, result: Mapping[str, Attempt]) -> None:
-        """Keep the attempts at a mode, by corner."""
-        for corner, attempt in result.items():
-            self._found[corner][task.name] = attempt
+    def take(self, task: Task, result: Attempt) -> None:
+        """Keep the attempt at a mode."""
+        self._found[task.name] = result
 
-    def _is_wanted(self, mode: str, corner: str) -> bool:
-        """Whether to run a mode for a corner; if it cannot win there, keep why."""
-        found, bound = self._found[corner], self._bound_us(mode)
+    def _fastest_us(self) -> float:
+        times = (a.us for a in self._found.values() if a.us is not None)
+        return min(times, default=float("inf"))
+
+    def _is_wanted(self, mode: str) -> bool:
+        """Whether to run a mode; if it cannot win, keep why."""
+        found, bound = self._found, self._bound_us(mode)
         if mode in found:
             return False
-        best = min((a.us for a in found.values() if a.us is not None), default=float("inf"))
+        best = self._fastest_us()
         if bound > best:
             why = f"needs {bound:.0f} us at least, the other takes {best:.0f} us"
             found[mode] = Attempt(name=mode, bound_us=bound, why=why)
         return bound <= best
 
-    def _attempt(self, mode: str, corners: Sequence[str]) -> dict[str, Attempt]:
-        """Simulate a mode once; return the attempts by corner."""
+    def _attempt(self, mode: str, most_us: float) -> Attempt:
+        """Simulate a mode; `most_us` is what it may take to be the fastest."""
         found = Attempt(name=mode, bound_us=self._bound_us(mode))
         try:
             run = launch_vendor(self._library, self.case, mode, self._options)
         except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            return dict.fromkeys(corners, dataclasses.replace(found, why=why))
-        attempts = {}
-        for corner, timeline in corner_timelines(run, corners):
-            attempts[corner] = dataclasses.replace(found, us=timeline.total_us)
-        return attempts
+            return dataclasses.replace(found, why=why)
+        return found.timed(run.timeline, most_us)
 
 
 def seconds_of(case: DecodeCase, mode: str) -> float:
-    """Return what simulating a mode in both corners takes, about (measured on one machine)."""
+    """Return what simulating a mode takes, about (measured on one machine)."""
     model = case.model
     experts = model.E if mode == "all_experts" else case.B * model.K
     return 1.0 + experts * (model.H / 2048) * (1.0 + model.I / 512) * 0.02

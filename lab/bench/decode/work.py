@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from lab.bench.comparison.attempts import fastest
 from lab.bench.comparison.deployed import nxd_default
-from lab.bench.comparison.spread import (
-    Pairing,
-    Side,
-    SpeedupRange,
-    SpreadWork,
-    kept_range,
-)
 from lab.bench.decode.cases import WEIGHT_BYTES, DecodeCase, hbm_bound_us
 from lab.bench.decode.ours import config_of, decode_plan, launch_ours
-from lab.bench.decode.results import IN_BF16, Book, Key, Row, row_of
-from lab.bench.decode.vendor import launch_vendor, seconds_of
-from lab.check.vendor_cases.library import VendorLibrary
+from lab.bench.decode.results import Key, Row, row_of
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.sources import Sources
-from neuron_moe.tools.timing.timelines import bottleneck, corner_timelines
-from nki_sim import Run, SimOptions
+from neuron_moe.tools.timing.timelines import bottleneck, program, time_of
+from nki_sim import SimOptions
 
 MODES = ("selective", "all")
 # The block's router must choose real experts: its hidden states and weights keep their values.
@@ -35,12 +25,11 @@ OPTIONS = SimOptions(
 
 
 class OurSide:
-    """Our kernel on a case: a task and a row in each corner for every layout.
+    """Our kernel on a case: a task and a row for every layout.
 
     Args:
         case: what to compute.
         layouts: of our weights.
-        corners: of the clock.
         sources: what times are simulated with.
         earlier: rows of an earlier run, by key; what of them still holds is not run again.
     """
@@ -49,23 +38,21 @@ class OurSide:
         self,
         case: DecodeCase,
         layouts: Sequence[str],
-        corners: Sequence[str],
         sources: Sources,
         earlier: Mapping[Key, Row],
     ) -> None:
         self.case, self.name = case, case.name
-        self._sources, self._corners = sources, corners
+        self._sources = sources
         touched = len(np.unique(case.expert_index()))
         self.rows: dict[Key, Row] = {}
-        self._earlier: dict[Key, Row] = {}
         self._waiting = []
         for layout in layouts:
-            blank = [row_of(case, touched, layout, corner) for corner in corners]
-            kept = {row.key: earlier[row.key] for row in blank if self._holds(earlier, row.key)}
-            self.rows |= {row.key: kept.get(row.key, row) for row in blank}
-            self._earlier |= {row.key: earlier[row.key] for row in blank if row.key in earlier}
-            if len(kept) < len(blank):
+            row = row_of(case, touched, layout)
+            if self._holds(earlier, row.key):
+                row = earlier[row.key]
+            else:
                 self._waiting.append(layout)
+            self.rows[row.key] = row
 
     def _holds(self, earlier: Mapping[Key, Row], key: Key) -> bool:
         row = earlier.get(key)
@@ -80,18 +67,6 @@ class OurSide:
             for key, row in self.rows.items()
         }
 
-    def keep_range(self, key: Key, found: SpeedupRange) -> None:
-        """Keep how far the ratio of a row may move."""
-        fields = {name: getattr(found, name) for name in SpeedupRange.__slots__}
-        self.rows[key] = replace(self.rows[key], **fields)
-
-    def launches(self, corner: str) -> Iterator[tuple[list[Key], Side]]:
-        """Yield what simulates the rows of a corner that ran and lack a range."""
-        for key, row in self.rows.items():
-            if row.corner == corner and row.ours_us and row.speedup_low is None:
-                launch = partial(_launch, self.case, row.layout)
-                yield [key], Side((self.name, row.layout), launch)
-
     def skip(self) -> None:
         """Run nothing."""
         self._waiting.clear()
@@ -103,7 +78,7 @@ class OurSide:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a layout in both corners, about (measured on one machine)."""
+        """The seconds of a layout, about (measured on one machine)."""
         model = self.case.model
         return 1.0 + 0.004 * min(model.E, self.case.B * model.K) * (model.H / 2048)
 
@@ -114,82 +89,29 @@ class OurSide:
         layout = self._waiting.pop(0)
         return Task(f"ours {layout}", self.seconds, partial(self._run, layout))
 
-    def take(self, task: Task, result: Sequence[Row]) -> None:
-        """Keep the rows that a task filled in."""
-        for row in result:
-            before = self._earlier.get(row.key)
-            self.rows[row.key] = replace(row, **kept_range(before, row.ours_us))
+    def take(self, task: Task, result: Row) -> None:
+        """Keep the row that a task filled in."""
+        self.rows[result.key] = result
 
-    def _run(self, layout: str) -> list[Row]:
-        """Simulate our kernel in one layout; return its rows."""
+    def _run(self, layout: str) -> Row:
+        """Simulate our kernel in one layout; return its row."""
         plan = decode_plan(self.case, layout=layout)
         run, config = launch_ours(self.case, plan, OPTIONS), config_of(plan)
-        rows: dict[str, Row] = {}
-        for corner, timeline in corner_timelines(run, self._corners):
-            (blank,) = [r for r in self.rows.values() if (r.layout, r.corner) == (layout, corner)]
-            rows[corner] = replace(
-                blank,
-                ours_us=timeline.total_us,
-                ours_mode=config.mode,
-                ours_plan=plan.notes()[0].removeprefix("plan: "),
-                ours_modes={config.mode: timeline.total_us},
-                bottleneck=bottleneck(timeline),
-                kernels=self._sources.kernels,
-            )
+        (blank,) = [row for row in self.rows.values() if row.layout == layout]
+        us = run.timeline.total_us
+        row = replace(
+            blank,
+            ours=program([time_of(run.timeline)]),
+            ours_mode=config.mode,
+            ours_plan=plan.notes()[0].removeprefix("plan: "),
+            ours_modes={config.mode: us},
+            bottleneck=bottleneck(run.timeline),
+            kernels=self._sources.kernels,
+        )
         del run
-        for corner, us in self._other_mode(config.mode, layout, rows).items():
-            other = MODES[1 - MODES.index(config.mode)]
-            modes = {**rows[corner].ours_modes, other: us}
-            rows[corner] = replace(rows[corner], ours_modes=modes)
-        return list(rows.values())
-
-    def _other_mode(self, mode: str, layout: str, rows: Mapping[str, Row]) -> dict[str, float]:
-        """Return the time of the mode that was not chosen, in the corners where it may win."""
-        other = MODES[1 - MODES.index(mode)]
-        least = 0.0 if other == "selective" else hbm_bound_us(self.case, self.case.model.E)
-        corners = [corner for corner, row in rows.items() if least < (row.ours_us or 0.0)]
-        if not corners:
-            return {}
+        other = MODES[1 - MODES.index(config.mode)]
+        least_us = 0.0 if other == "selective" else hbm_bound_us(self.case, self.case.model.E)
+        if least_us >= us:  # it cannot win
+            return row
         run = launch_ours(self.case, decode_plan(self.case, other, layout), OPTIONS)
-        return {corner: timed.total_us for corner, timed in corner_timelines(run, corners)}
-
-
-def _launch(case: DecodeCase, layout: str) -> list[Run]:
-    return [launch_ours(case, decode_plan(case, layout=layout), OPTIONS)]
-
-
-def _launch_vendor(library: VendorLibrary, case: DecodeCase, mode: str) -> list[Run]:
-    return [launch_vendor(library, case, mode, OPTIONS)]
-
-
-def spreads_of(
-    sides: Sequence[OurSide], book: Book, library: VendorLibrary, corners: Sequence[str]
-) -> Iterator[SpreadWork]:
-    """Yield what finds the ranges of some sides' rows, if any lacks one.
-
-    Args:
-        sides: cases that differ in their routing alone, which the vendor's times do not know.
-        book: has the vendor's times.
-        library: the vendor's.
-        corners: of the clock.
-    """
-    case = sides[0].case
-    owners = {key: side for side in sides for key in side.rows}
-
-    def keep(found: Mapping[Key, SpeedupRange]) -> None:
-        for key, one in found.items():
-            owners[key].keep_range(key, one)
-
-    pairings, seconds = [], dict[Side, float]()
-    for corner in corners:
-        best = fastest(book.rivals(case, corner))
-        ours = [pair for side in sides for pair in side.launches(corner)]
-        if best is None or not ours:
-            continue
-        mode = best.name.removesuffix(IN_BF16)
-        rival = case if mode == best.name else replace(case, format="bf16")
-        theirs = Side(best.name, partial(_launch_vendor, library, rival, mode))
-        seconds[theirs] = seconds_of(rival, mode)
-        pairings.append(Pairing(corner, ours, theirs))
-    name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
-    yield from SpreadWork.of(name, pairings, lambda side: seconds.get(side, sides[0].seconds), keep)
+        return replace(row, ours_modes={**row.ours_modes, other: run.timeline.total_us})

@@ -12,7 +12,7 @@ the vendor's chain of kernels, its dense MLP for shared experts included
 (lab/bench/layer/vendor.py), with --library; layers for which only its slowest kernel fits are
 left out of means.
 
-Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), experts drawn
+Times are likely ones (nki_sim/time/estimate.py), experts drawn
 alike. What a launch itself takes is not published and not counted, which favours several launches.
 Not in the times: what ranks exchange, and what several launches leave to the framework (in prefill
 the norm and shared experts, in parts of a sequence the latter); `computes` of --json says what the
@@ -46,7 +46,7 @@ from neuron_moe.tools.timing.sources import (
     read_result,
     write_result,
 )
-from nki_sim.time.schedule_model import CORNERS
+from nki_sim.time.estimate import Estimate
 
 MODELS = (
     "gpt_oss_120b",
@@ -60,6 +60,7 @@ MODELS = (
 TOKENS = {"prefill": (128, 1024, 8192), "decode": (1, 16, 128)}
 MOST_OUTSIDE = {8192: 0.08, 128: 0.15}  # targets of a prefill
 OUR_SOURCES = ("**/*.py",)
+CORNERS = ("likely",)  # of the clock
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,13 +110,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
     )
-    parser.more.add_argument(
-        "--corner",
-        nargs="+",
-        choices=list(CORNERS),
-        default=list(CORNERS),
-        help="order that the clock assumes (default: both)",
-    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.more.add_argument(
         "--minutes", type=float, metavar="M", help="stop after so many minutes"
@@ -139,7 +133,7 @@ def _cases(options: argparse.Namespace, known: dict[Key, Row]) -> list[Case]:
     """Return the cases, the cheap ones first."""
     library = VendorLibrary(options.library) if options.library else None
     cases = [
-        Case(model, split, phase, tokens, options.corner, library, known)
+        Case(model, split, phase, tokens, CORNERS, library, known)
         for model in options.models
         for split in options.splits
         for phase in options.phases
@@ -174,7 +168,11 @@ def _earlier(path: Path, sources: Sources) -> dict[Key, Row]:
 def _row(entry: dict[str, Any]) -> Row:
     """Return a row of a result file."""
     attempts = [Attempt.of(attempt) for attempt in entry["vendor_variants"]]
-    return Row(**{**entry, "launches": tuple(entry["launches"]), "vendor_variants": attempts})
+    index = {name: Estimate(**time) for name, time in entry["vendor_index"].items()}
+    launches = tuple(entry["launches"])
+    return Row(
+        **{**entry, "launches": launches, "vendor_variants": attempts, "vendor_index": index}
+    )
 
 
 def _without_ours(row: Row, made_with: Sources, sources: Sources) -> Row:

@@ -30,8 +30,8 @@ from lab.check.vendor_cases.moe_prefill import CORES
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.tools.timing import layers
 from neuron_moe.tools.timing.layers import Model
-from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_kernels.common.chip import PARTITIONS
+from nki_sim.time.estimate import Estimate
 
 ROUTER_TOKENS = 2048  # the most that router_topk is meant for; more are several launches
 BF16 = ml_dtypes.bfloat16
@@ -64,24 +64,24 @@ def rank_layer(name: str, tp: int, ep: int) -> Model:
 
 
 def chain_parts(
-    attempts: Sequence[Attempt], index_us: Mapping[str, float]
+    attempts: Sequence[Attempt], index: Mapping[str, Estimate]
 ) -> tuple[str, dict[str, float]]:
     """Return the fastest variant with its lists, and the time of each launch.
 
     Args:
         attempts: at the variants.
-        index_us: of the launches that list tokens.
+        index: of the launches that list tokens.
 
     Raises:
         ChainError: none runs.
     """
-    best = fastest(with_lists(attempts, index_us))
+    best = fastest(with_lists(attempts, index))
     if best is None:
         raise ChainError("; ".join(f"{each.name}: {each.why}" for each in attempts))
     (alone,) = (each.us for each in attempts if each.name == best.name)
     size = next((word for word in best.name.split() if word.startswith("B=")), None)
-    lists = {} if size is None else parts_of(size, index_us)
-    return best.name, {**lists, EXPERTS: alone or 0.0}
+    lists = {} if size is None else parts_of(size, index)
+    return best.name, {**{name: time.us for name, time in lists.items()}, EXPERTS: alone or 0.0}
 
 
 def around_times(
@@ -186,7 +186,7 @@ def _time(
             run = nki_sim.run(kernel, lnc=CORES, options=options, **arguments)
     except UNFIT as error:
         raise ChainError(f"{name}: {type(error).__name__}: {first_line(error)}") from error
-    return {corner: line.total_us for corner, line in corner_timelines(run, corners)}
+    return dict.fromkeys(corners, run.timeline.total_us)
 
 
 def _mlp_kernel(library: VendorLibrary) -> Any:

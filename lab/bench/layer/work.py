@@ -30,7 +30,7 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Plan
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.timing.pool import Task
-from neuron_moe.tools.timing.timelines import corner_timelines
+from nki_sim.time.estimate import Estimate
 
 AROUND = ("router_topk", "index_blocks")  # launches that are not the experts
 COMPUTES = ("one kernel", "kernels")  # how the notes of a plan begin that say what it computes
@@ -45,7 +45,7 @@ VENDOR_FIELDS = (
     "vendor_why",
     "vendor_by",
     "vendor_variants",
-    "vendor_index_us",
+    "vendor_index",
 )
 OUR_FIELDS = (
     "layer_us",
@@ -94,7 +94,7 @@ class Row:
         vendor_why: why there is no such time, "" if there is one.
         vendor_by: fingerprint of another simulator that timed some of it, "" if there is none.
         vendor_variants: what became of each.
-        vendor_index_us: time of the launches that list tokens, by name and block size.
+        vendor_index: time of the launches that list tokens, by name and block size.
     """
 
     model: str
@@ -120,7 +120,7 @@ class Row:
     vendor_why: str = ""
     vendor_by: str = ""
     vendor_variants: list[Attempt] = field(default_factory=list)
-    vendor_index_us: dict[str, float] = field(default_factory=dict)
+    vendor_index: dict[str, Estimate] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -215,10 +215,8 @@ class Case:
             self.rows = [replace(row, vendor_why=found.why) for row in self.rows]
             return
         self._around, first = found.times, self._blank[0]
-        known = {
-            row.corner: Known({a.name: a for a in row.vendor_variants}, row.vendor_index_us)
-            for row in self.rows
-        }
+        (row,) = self.rows
+        known = Known({a.name: a for a in row.vendor_variants}, row.vendor_index)
         model = rank_layer(first.model, *SPLITS[first.split])
         self._side = VendorSide(
             self._library,
@@ -235,12 +233,12 @@ class Case:
             self.rows = [self._with_vendor(row, self._side) for row in self.rows]
 
     def _with_vendor(self, row: Row, side: VendorSide) -> Row:
-        attempts, index_us = side.attempts(row.corner), side.index_us(row.corner)
-        row = replace(row, vendor_variants=attempts, vendor_index_us=index_us)
+        attempts, index = side.attempts(), side.index
+        row = replace(row, vendor_variants=attempts, vendor_index=index)
         if not side.is_done:
             return row
         try:
-            plan, parts = chain_parts(attempts, index_us)
+            plan, parts = chain_parts(attempts, index)
         except ChainError as error:
             return replace(row, vendor_why=str(error))
         parts = {**self._around[row.corner], **parts}
@@ -346,8 +344,8 @@ def _simulate(
     chosen_TK = routed_choices(plan)  # the same, whether the launch routes or not
     found: dict[str, dict[str, float]] = {corner: {} for corner in corners}
     for name, run in plan_runs(plan, chosen_TK, own_tokens, options=TIMES_ONLY):
-        for corner, timeline in corner_timelines(run, corners):
-            found[corner][name] = timeline.total_us
+        for corner in corners:
+            found[corner][name] = run.timeline.total_us
         gc.collect()
     return found
 
@@ -357,7 +355,7 @@ def _shared(plan: Plan, corners: Sequence[str]) -> dict[str, float]:
     run = shared_run(plan) if isinstance(plan, PrefillLayerPlan) else None
     if run is None:
         return {}
-    return {corner: line.total_us for corner, line in corner_timelines(run, corners)}
+    return dict.fromkeys(corners, run.timeline.total_us)
 
 
 def _filled(row: Row, whole: dict[str, float], parts: dict[str, float]) -> Row:

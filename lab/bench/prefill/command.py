@@ -6,9 +6,10 @@ Ours is what the product launches: up to 128 tokens the decode kernel, which rea
 once; then one launch that lists the tokens of blocks, computes them and adds up a token's experts.
 The vendor's kernels run on the same simulated chip, from the user's checkout: those that list
 tokens, then the fastest of its prefill kernels and block sizes, row by row, or up to 128 tokens its
-decode kernel. A second figure has the lists given, for both sides. Every run is timed in both
-corners of the clock (nki_sim/time/schedule_model.py), ours with plain and with packed weights. The
-roofline is computed, of the experts' own work.
+decode kernel. A second figure has the lists given, for both sides. Ours runs with plain and with
+packed weights. A time is the likely one, a ratio has the range of what is not known
+(nki_sim/time/estimate.py); each side is one program. The roofline is computed, of the experts' own
+work.
 The result file is written after every run, so that `--resume` can go on where one was stopped, and
 keeps the vendor's times for when only our kernels have changed.
 """
@@ -20,14 +21,13 @@ import sys
 from collections.abc import Mapping
 
 import nki_sim
-from lab.bench.comparison.corners import corner_lines
+from lab.bench.comparison.figures import figure_lines
 from lab.bench.comparison.mx import CHIP, add_chip_options, compare_mx
 from lab.bench.comparison.options import (
     LAYOUTS,
     add_comparison_options,
     check_comparison_options,
 )
-from lab.bench.comparison.spread import SpreadWork, range_in_words
 from lab.bench.prefill.cases import ROUTINGS, TOKENS
 from lab.bench.prefill.results import Key, Row, read, summarise, without_ours
 from lab.bench.prefill.vendor import KERNEL_NAMES
@@ -38,9 +38,9 @@ from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import PRINTED, Parser
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import MODELS
-from neuron_moe.tools.timing.pool import Pace, Task, Work, run_phases
+from neuron_moe.tools.timing.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.timing.sources import Sources, Writer, write_result
-from nki_sim.time.schedule_model import CORNERS
+from nki_sim.time.estimate import Estimate
 
 MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
 OUR_SOURCES = ("**/*.py",)
@@ -59,17 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     rows |= {row.key: row for case in cases for row in case.rows()}
     writer = Writer(options.json, lambda: summarise(_sorted(rows), sources))
 
-    def spreads() -> list[SpreadWork]:
-        found = (work for case in cases if options.sensitivity for work in case.spreads())
-        return sorted(found, key=lambda work: -work.size)  # no process works alone at the end
-
     def on_taken(work: Work, task: Task, pace: Pace, seconds: float) -> None:
         rows.update({row.key: row for case in cases for row in case.rows()})
         print(_line(work, task, pace, seconds), file=sys.stderr, flush=True)
         writer.write()
 
     try:
-        is_complete = run_phases([lambda: cases, spreads], on_taken, options.jobs, options.minutes)
+        is_complete = run_works(cases, on_taken, options.jobs, options.minutes)
     finally:
         writer.write(at_once=True)
     for case in cases:
@@ -79,13 +75,11 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(_sorted(rows)))
     for miss in result["misses"]:
         print(
-            f"misses {miss['target']}: {miss['row']}, {runs.corner_name(miss['corner'])},"
-            f" {miss['layout']}: {miss['value']:.2f} ({miss['bottleneck']})"
+            f"misses {miss['target']}: {miss['row']}, {miss['layout']}:"
+            f" {miss['value']:.2f} ({miss['bottleneck']})"
         )
-    print(corner_lines(result["by_corner"]))
-    print(f"with lists given:\n{corner_lines(result['by_corner_given'])}")
-    if result["expected"]:
-        print(f"weights as in the checkpoint: {result['expected']} ({runs.kind()})")
+    print(figure_lines(result["by_layout"]))
+    print(f"with lists given:\n{figure_lines(result['by_layout_given'])}")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
     if options.json == PRINTED:
@@ -135,15 +129,9 @@ def _cases(options: argparse.Namespace, sources: Sources, earlier: Mapping[Key, 
 
 def _place(key: Key) -> tuple[int, ...]:
     """Return where a row stands in the table."""
-    model, tokens, routing, layout, corner = key
+    model, tokens, routing, layout = key
     names = [entry.name for entry in MODELS]
-    return (
-        names.index(model),
-        tokens,
-        ROUTINGS.index(routing),
-        LAYOUTS.index(layout),
-        list(CORNERS).index(corner),
-    )
+    return names.index(model), tokens, ROUTINGS.index(routing), LAYOUTS.index(layout)
 
 
 def _sorted(rows: Mapping[Key, Row]) -> list[Row]:
@@ -162,50 +150,47 @@ def _earlier_rows(options: argparse.Namespace, sources: Sources) -> dict[Key, Ro
 
 def _line(work: Work, task: Task, pace: Pace, seconds: float) -> str:
     """Say what a task found and how far the run is."""
-    cells = []
-    for row in work.rows() if isinstance(work, Case) else ():
-        ours = "-" if row.ours_us is None else f"{row.ours_us:.0f}"
-        vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.0f}"
-        cells.append(f"{row.layout} {runs.corner_name(row.corner)} {ours} / {vendor}")
+    rows = work.rows() if isinstance(work, Case) else ()
+    cells = [f"{row.layout} {_us(row.ours)} / {_us(row.theirs)}" for row in rows]
     found = f": ours / vendor us: {', '.join(cells)}" if cells else ""
     return f"{work.name}, {task.name} [{seconds:.1f} s]{found}; {pace.text()}"
 
 
 def _table(rows: list[Row]) -> str:
-    head = ["model", "T", "routing", "layout", "corner"]
+    head = ["model", "T", "routing", "layout"]
     head += ["roofline us", "ours us", "share", "vendor us", "speed-up", "lists given"]
     head += ["deployed us"]
     lines = [head]
-    for row in rows:
-        speedup = "-"
-        if row.speedup is not None:
-            speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
-        lines.append(
-            [
-                f"{row.model} TP{row.tp}",
-                str(row.T),
-                row.routing,
-                row.layout,
-                runs.corner_name(row.corner),
-                f"{row.roofline_us:,.0f}",
-                _text(row.ours_us, ",.0f"),
-                _text(row.roofline_share, ".0%"),
-                _text(row.vendor_us, ",.0f"),
-                speedup,
-                _given(row),
-                _text(row.deployed_us, ",.0f"),
-            ]
-        )
+    lines += [
+        [
+            f"{row.model} TP{row.tp}",
+            str(row.T),
+            row.routing,
+            row.layout,
+            f"{row.roofline_us:,.0f}",
+            _us(row.ours),
+            _text(row.roofline_share, ".0%"),
+            _us(row.theirs),
+            str(row.ratio or "-"),
+            _given(row),
+            _text(row.deployed_us, ",.0f"),
+        ]
+        for row in rows
+    ]
     return f"trn2, one layer on one rank; ours and vendor {runs.kind()}, roofline computed\n" + (
-        format_table(lines, numbers_from=5)
+        format_table(lines, numbers_from=4)
     )
 
 
 def _given(row: Row) -> str:
     """Return both times with lists given, and their ratio."""
-    if row.given_speedup is None:
+    if row.given_ratio is None:
         return "-"
-    return f"{row.ours_given_us:,.0f} {row.vendor_given_us:,.0f} {row.given_speedup:.2f}x"
+    return f"{_us(row.ours_given)} {_us(row.theirs_given)} {row.given_ratio}"
+
+
+def _us(time: Estimate | None) -> str:
+    return "-" if time is None else f"{time.us:,.0f}"
 
 
 def _text(value: float | None, form: str) -> str:

@@ -8,14 +8,14 @@ take that come behind `index_blocks` where each stage is a launch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from neuron_moe.plan import Plan, Step
 from neuron_moe.tools.timing.layers import Model
 from neuron_moe.tools.timing.plans import experts_parts, in_stages, launches_of, plan_of
-from neuron_moe.tools.timing.timelines import bottleneck, corner_timelines
+from neuron_moe.tools.timing.timelines import bottleneck, program, time_of
+from nki_sim.time.estimate import Estimate
 
 LISTS = "index_blocks"  # the launch that makes them
 
@@ -24,8 +24,8 @@ LISTS = "index_blocks"  # the launch that makes them
 class OurTime:
     """Our side of a row; the fields are the row's."""
 
-    ours_us: float
-    ours_given_us: float
+    ours: Estimate
+    ours_given: Estimate
     ours_plan: str
     bottleneck: str
 
@@ -49,41 +49,29 @@ def words_of(plan: Plan) -> str:
     return f"{plan.decision.kernel}, {note}" + (f", blocks of {blocks}" if blocks else "")
 
 
-def time_ours(plan: Plan, index_TK: Any, corners: Sequence[str]) -> dict[str, OurTime]:
-    """Simulate the launches of a plan; return their time by corner of the clock.
+def time_ours(plan: Plan, index_TK: Any) -> OurTime:
+    """Simulate the launches of a plan; return their time.
 
     Args:
         plan: of `prefill_plan`.
         index_TK: [T, K] choices.
-        corners: of the clock.
     """
-    whole = _times(plan, index_TK, corners)
-    apart = whole if plan.chosen().get("mode") else _times(in_stages(plan), index_TK, corners)
-    return {
-        corner: OurTime(
-            ours_us=sum(whole[corner].us.values()),
-            ours_given_us=sum(us for name, us in apart[corner].us.items() if name != LISTS),
-            ours_plan=words_of(plan),
-            bottleneck=whole[corner].bottleneck,
-        )
-        for corner in corners
-    }
+    whole, held_up = _times(plan, index_TK)
+    apart = whole if plan.chosen().get("mode") else _times(in_stages(plan), index_TK)[0]
+    return OurTime(
+        ours=program(whole.values()),
+        ours_given=program(time for name, time in apart.items() if name != LISTS),
+        ours_plan=words_of(plan),
+        bottleneck=held_up,
+    )
 
 
-@dataclass(slots=True)
-class _Launches:
-    """Microseconds of the launches of a plan by name, and what holds up the longest."""
-
-    us: dict[str, float]
-    bottleneck: str = ""
-
-
-def _times(plan: Plan, index_TK: Any, corners: Sequence[str]) -> dict[str, _Launches]:
-    found = {corner: _Launches({}) for corner in corners}
+def _times(plan: Plan, index_TK: Any) -> tuple[dict[str, Estimate], str]:
+    """Return the time of each launch of a plan by name, and what holds up the longest."""
+    times, held_up = dict[str, Estimate](), ""
     for name, run in launches_of(plan, index_TK):
-        for corner, timeline in corner_timelines(run, corners):
-            launches = found[corner]
-            if timeline.total_us > max(launches.us.values(), default=0.0):
-                launches.bottleneck = bottleneck(timeline)
-            launches.us[name] = timeline.total_us
-    return found
+        found = time_of(run.timeline)
+        if found.us > max((time.us for time in times.values()), default=0.0):
+            held_up = bottleneck(run.timeline)
+        times[name] = found
+    return times, held_up

@@ -12,30 +12,31 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lab.bench.averages import geometric_mean
-from lab.bench.comparison.attempts import Attempt, against
-from lab.bench.comparison.corners import by_corner, expectation
-from lab.bench.comparison.spread import UNKNOWN
+from lab.bench.comparison.attempts import Attempt, against, read_ratio, read_time
+from lab.bench.comparison.figures import by_layout, share_of
 from lab.bench.prefill.vendor import VARIANTS, only_slowest_fits, with_lists
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import Model
 from neuron_moe.tools.timing.sources import Sources, digest, read_result
+from neuron_moe.tools.timing.timelines import overhead
+from nki_sim.time.estimate import Estimate, Ratio
 
-LONG_TOKENS = 8192  # of the rows whose least share of the roofline is told
-Key = tuple[str, int, str, str, str]
+Key = tuple[str, int, str, str]
+TIMES = ("ours", "ours_given", "theirs", "theirs_given")
+RATIOS = ("ratio", "given_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table; times in microseconds, of one layer on one rank (two cores).
 
-    `format` is that of the weights. `corner` is what was assumed of order and loops, `layout` how
-    our weights lie. `ours_us` is of the launches of the product's plan, `vendor_us` of the fastest
-    variant with the launches in front that list its tokens, `vendor_index_us`; `given_us` of both
-    sides with these lists given. A time is None where that side did not run. `speedup_low` to
-    `high_with` are those of `SpeedupRange`. `deployed_us` and `deployed_plan` are what NxD runs by
-    default, computed where the plan says "at least". `case`, `kernels`, `library` and `simulator`
-    are fingerprints, the last of what timed the vendor's side.
+    `format` is that of the weights, `layout` how ours lie. `ours` is of the launches of the
+    product's plan, `theirs` of the fastest variant with the launches in front that list its tokens,
+    `vendor_index`; `given` of both sides with these lists given. All of them are programs
+    (`neuron_moe.tools.timing.timelines.program`). A time is None where that side did not run.
+    `roofline_share` is that of the launches alone. `deployed_us` and `deployed_plan` are what NxD
+    runs by default, computed where the plan says "at least". `case`, `kernels`, `library` and
+    `simulator` are fingerprints, the last of what timed the vendor's side.
     """
 
     model: str
@@ -43,28 +44,23 @@ class Row:
     T: int
     routing: str
     format: str = "bf16"
-    corner: str = "in-order"
     layout: str = "packed"
-    ours_us: float | None = None
-    ours_given_us: float | None = None
-    vendor_us: float | None = None
-    vendor_given_us: float | None = None
+    ours: Estimate | None = None
+    ours_given: Estimate | None = None
+    theirs: Estimate | None = None
+    theirs_given: Estimate | None = None
     roofline_us: float
-    speedup: float | None = None
-    given_speedup: float | None = None
+    ratio: Ratio | None = None
+    given_ratio: Ratio | None = None
     roofline_share: float | None = None
     ours_plan: str = ""
     vendor_plan: str = ""
     vendor_given_plan: str = ""
     bottleneck: str = ""
-    speedup_low: float | None = None
-    speedup_high: float | None = None
-    low_with: str = ""
-    high_with: str = ""
     deployed_us: float | None = None
     deployed_plan: str = ""
     vendor_variants: list[Attempt] = field(default_factory=list)
-    vendor_index_us: dict[str, float] = field(default_factory=dict)
+    vendor_index: dict[str, Estimate] = field(default_factory=dict)
     case: str = ""
     kernels: str = ""
     library: str = ""
@@ -78,7 +74,7 @@ class Row:
     @property
     def key(self) -> Key:
         """What tells rows apart."""
-        return self.model, self.T, self.routing, self.layout, self.corner
+        return self.model, self.T, self.routing, self.layout
 
 
 def case_of(model: Model, expert_index_TK: Any) -> str:
@@ -102,9 +98,14 @@ def read(path: Path, sources: Sources, option: str) -> list[Row]:
     known = {entry.name for entry in fields(Row)}
     rows = []
     for entry in entries:
-        attempts = [Attempt.of(attempt) for attempt in entry["vendor_variants"]]
         kept = {name: value for name, value in entry.items() if name in known}
-        rows.append(Row(**kept | {"vendor_variants": attempts}))
+        kept |= {name: read_time(entry[name]) for name in TIMES}
+        kept |= {name: read_ratio(entry[name]) for name in RATIOS}
+        kept["vendor_variants"] = [Attempt.of(attempt) for attempt in entry["vendor_variants"]]
+        kept["vendor_index"] = {
+            name: Estimate(**time) for name, time in entry["vendor_index"].items()
+        }
+        rows.append(Row(**kept))
     return rows
 
 
@@ -129,44 +130,32 @@ def check_case(row: Row, case: str, sources: Sources) -> None:
 
 def without_ours(row: Row) -> Row:
     """Return a row with the vendor's side alone."""
-    return replace(
-        row, ours_us=None, ours_given_us=None, ours_plan="", bottleneck="", kernels="", **UNKNOWN
-    )
+    return replace(row, ours=None, ours_given=None, ours_plan="", bottleneck="", kernels="")
 
 
 def compared(row: Row) -> Row:
     """Return a row with all that follows from both sides' times."""
-    share = row.roofline_us / row.ours_us if row.ours_us else None
-    given = against(row.ours_given_us, row.vendor_variants)
+    given = against(row.ours_given, row.vendor_variants)
     return replace(
         row,
-        roofline_share=share,
-        vendor_given_us=given["vendor_us"],
+        roofline_share=share_of(row.roofline_us, row.ours),
+        theirs_given=given["theirs"],
         vendor_given_plan=given["vendor_plan"],
-        given_speedup=given["speedup"],
-        **against(row.ours_us, with_lists(row.vendor_variants, row.vendor_index_us)),
+        given_ratio=given["ratio"],
+        **against(row.ours, with_lists(row.vendor_variants, row.vendor_index)),
     )
 
 
 def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
-    """Return the whole result: what the targets are about, then the rows."""
-    speedups = [row.speedup for row in rows if row.speedup is not None]
-    shares = [
-        row.roofline_share
-        for row in rows
-        if row.T == LONG_TOKENS and row.roofline_share is not None
-    ]
+    """Return the whole result: figures, what misses the target, then the rows."""
     result: dict[str, Any] = {
         "chip": "trn2",
         "kind": runs.kind(),
-        "expected": expectation(rows),
-        "geometric_mean_speedup": geometric_mean(speedups),
-        "least_speedup": min(speedups, default=None),
-        "least_roofline_share_at_8192": min(shares, default=None),
+        "overhead": asdict(overhead()),
         "misses": _misses(rows),
         "sources": asdict(sources),
         "vendor_rows_by_another_simulator": sum(
-            row.vendor_us is not None and row.simulator != sources.simulator for row in rows
+            row.theirs is not None and row.simulator != sources.simulator for row in rows
         ),
     }
     if any(0 < len(row.vendor_variants) < len(VARIANTS) for row in rows):
@@ -175,8 +164,8 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         )
     fair = [row for row in rows if not only_slowest_fits(row.vendor_variants)]
     result["only_slowest_fits"] = [row.label for row in rows if row not in fair]
-    result["by_corner"] = by_corner([replace(row, deployed_us=None) for row in fair])
-    result["by_corner_given"] = by_corner([with_given(row) for row in fair])
+    result["by_layout"] = by_layout(fair)
+    result["by_layout_given"] = by_layout([with_given(row) for row in fair])
     return {**result, "rows": [asdict(row) for row in rows]}
 
 
@@ -184,24 +173,23 @@ def with_given(row: Row) -> Row:
     """Return a row whose times are those with lists given, of both sides."""
     return replace(
         row,
-        ours_us=row.ours_given_us,
-        vendor_us=row.vendor_given_us,
-        speedup=row.given_speedup,
-        **UNKNOWN,
+        ours=row.ours_given,
+        theirs=row.theirs_given,
+        ratio=row.given_ratio,
+        deployed_us=None,
     )
 
 
 def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows in which the vendor's kernels are faster, and what holds ours up."""
+    """Return the rows in which the vendor's kernels may be faster, and what holds ours up."""
     return [
         {
             "target": "no case below 1.0x",
             "row": f"{row.model} TP{row.tp} T={row.T} {row.routing}",
-            "corner": row.corner,
             "layout": row.layout,
-            "value": row.speedup,
+            "value": row.ratio.low,
             "bottleneck": row.bottleneck,
         }
         for row in rows
-        if row.speedup is not None and row.speedup < 1.0
+        if row.ratio is not None and row.ratio.low < 1.0
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from lab.bench.decode import vendor as decode
 from lab.bench.prefill.vendor_index import (
     UNFIT,
     first_line,
-    index_runs,
     index_times,
-    lists_us,
+    lists_time,
 )
 from lab.check.vendor_cases.block_mapping import num_blocks
 from lab.check.vendor_cases.library import VendorLibrary
@@ -29,9 +28,9 @@ from neuron_moe.backends.nki.times import TIMES_ONLY
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import BF16_BYTES, Model
 from neuron_moe.tools.timing.pool import Task
-from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import Hardware
+from nki_sim.time.estimate import Estimate
 
 H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels ask for; callers pad
 OPTIONS = replace(TIMES_ONLY, nki="0.6")  # the language of these kernels
@@ -89,33 +88,36 @@ INDEX = "index"  # the task of the launches that list tokens
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a case in a corner.
+    """What is known of a case.
 
     Attributes:
         attempts: at variants, by name.
-        index_us: time of each launch that lists tokens, by name and block size.
+        index: time of each launch that lists tokens, by name and block size.
     """
 
     attempts: Mapping[str, Attempt] = field(default_factory=dict)
-    index_us: Mapping[str, float] = field(default_factory=dict)
+    index: Mapping[str, Estimate] = field(default_factory=dict)
 
 
 class VendorSide:
-    """The vendor's variants of one case: which still matter in which corner, and what they took.
+    """The vendor's variants of one case: which still matter, and what they took.
 
     The launches that list the tokens of each block run first, for all block sizes, then the
     variants in the order of their bounds. A variant is left out where its bound exceeds the fastest
-    time so far in every corner, with its lists and without, and so is the dynamic kernel where it
-    ran with a known number of blocks: it runs the same blocks, and a loop besides.
+    time so far, with its lists and without, and so is the dynamic kernel where it ran with a known
+    number of blocks: it runs the same blocks, and a loop besides.
 
     Args:
         library: the user's checkout; None runs nothing.
         model: the layer.
         expert_index_TK: [T, K] the choices; numbers beyond the model's are another rank's.
-        known: what an earlier run found, by corner; that is not run again.
+        known: what an earlier run found; that is not run again.
         chip: what the bounds are computed for.
         kernels: only variants of these are run.
         all_experts: of all ranks; default: the model's.
+
+    Attributes:
+        index: time of each launch that lists tokens, by name and block size.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class VendorSide:
         library: VendorLibrary | None,
         model: Model,
         expert_index_TK: Any,
-        known: Mapping[str, Known],
+        known: Known,
         *,
         chip: Hardware,
         kernels: Collection[str] = KERNEL_NAMES,
@@ -133,20 +135,14 @@ class VendorSide:
         self._kernels, self._all_experts = kernels, all_experts or model.E
         self._bounds = {v: bound_us(model, expert_index_TK, v, chip) for v in VARIANTS}
         self._seconds = {v: seconds_of(model, expert_index_TK, v) for v in VARIANTS}
-        self._found = {corner: dict(each.attempts) for corner, each in known.items()}
-        self._lists = {corner: dict(each.index_us) for corner, each in known.items()}
+        self._found, self.index = dict(known.attempts), dict(known.index)
         self._waiting = sorted(VARIANTS, key=self._bounds.__getitem__) if library else []
         self._running = set[str]()
 
-    def attempts(self, corner: str) -> list[Attempt]:
-        """Return what is known of the variants in a corner, that with the smallest bound first."""
-        found = self._found[corner]
+    def attempts(self) -> list[Attempt]:
+        """Return what is known of the variants, that with the smallest bound first."""
         order = sorted(VARIANTS, key=self._bounds.__getitem__)
-        return [found[variant.name] for variant in order if variant.name in found]
-
-    def index_us(self, corner: str) -> dict[str, float]:
-        """Return the time of each launch that lists tokens, by name and block size."""
-        return self._lists[corner]
+        return [self._found[variant.name] for variant in order if variant.name in self._found]
 
     @property
     def is_done(self) -> bool:
@@ -159,52 +155,56 @@ class VendorSide:
         return sum(self._seconds[variant] for variant in self._waiting)
 
     def next_task(self) -> Task | None:
-        """Hand out the next variant that may be the fastest in some corner."""
-        corners = [corner for corner, lists in self._lists.items() if not lists]
-        if self._library is not None and corners:
+        """Hand out the next variant that may be the fastest."""
+        if self._library is not None and not self.index:
             if INDEX in self._running:
                 return None
             self._running.add(INDEX)
             listed = functools.partial(
-                index_times, self._library, self._model, self._index_TK, self._all_experts, corners
+                index_times, self._library, self._model, self._index_TK, self._all_experts
             )
             return Task(INDEX, 1.0, listed)
         for variant in list(self._waiting):
             if f"{variant.name} known" in self._running:
                 continue
             self._waiting.remove(variant)
-            wanted = [corner for corner in self._found if self._is_wanted(variant, corner)]
-            if wanted:
+            if self._is_wanted(variant):
                 self._running.add(variant.name)
-                return Task(
-                    variant.name,
-                    self._seconds[variant],
-                    functools.partial(self._attempt, variant, wanted),
-                )
+                given_us, chain_us = self._fastest_us()
+                most_us = max(given_us, chain_us - self._lists_us(variant))
+                attempt = functools.partial(self._attempt, variant, most_us)
+                return Task(variant.name, self._seconds[variant], attempt)
         return None
 
-    def take(self, task: Task, result: Mapping[str, Any]) -> None:
-        """Keep the attempts at a variant, or the times of the lists, by corner."""
+    def take(self, task: Task, result: Any) -> None:
+        """Keep the attempt at a variant, or the times of the lists."""
         self._running.discard(task.name)
-        for corner, found in result.items():
-            if task.name == INDEX:
-                self._lists[corner] = found
-            else:
-                self._found[corner][found.name] = found
+        if task.name == INDEX:
+            self.index = result
+        else:
+            self._found[result.name] = result
 
-    def _is_wanted(self, variant: Variant, corner: str) -> bool:
-        """Whether to run a variant for a corner; if it cannot win there, keep why."""
-        found, bound = self._found[corner], self._bounds[variant]
+    def _fastest_us(self) -> tuple[float, float]:
+        """Return the fastest time so far with lists given, and with those in front."""
+        attempts = self.attempts()
+        given_us, chain_us = (
+            min((a.us for a in each if a.us is not None), default=float("inf"))
+            for each in (attempts, with_lists(attempts, self.index))
+        )
+        return given_us, chain_us
+
+    def _lists_us(self, variant: Variant) -> float:
+        lists = lists_time(variant.name, self.index)
+        return 0.0 if lists is None else lists.us
+
+    def _is_wanted(self, variant: Variant) -> bool:
+        """Whether to run a variant; if it cannot win, keep why."""
+        found, bound = self._found, self._bounds[variant]
         if variant.name in found or variant.kernel not in self._kernels:
             return False
         why = variant.why_not(self._model, len(self._index_TK))
-        attempts, lists = self.attempts(corner), self._lists[corner]
-        given_us, chain_us = (
-            min((a.us for a in each if a.us is not None), default=float("inf"))
-            for each in (attempts, with_lists(attempts, lists))
-        )
-        chain_bound_us = bound + (lists_us(variant.name, lists) or 0.0)
-        if not why and bound > given_us and chain_bound_us > chain_us:
+        given_us, chain_us = self._fastest_us()
+        if not why and bound > given_us and bound + self._lists_us(variant) > chain_us:
             why = f"needs {bound:.0f} us at least, another takes {given_us:.0f} us"
         flattered = found.get(f"{variant.name} known")
         if flattered is not None and flattered.us is not None:
@@ -213,38 +213,37 @@ class VendorSide:
             found[variant.name] = Attempt(name=variant.name, bound_us=bound, why=why)
         return not why
 
-    def _attempt(self, variant: Variant, corners: Sequence[str]) -> dict[str, Attempt]:
-        """Simulate one variant; return the attempts by corner."""
+    def _attempt(self, variant: Variant, most_us: float) -> Attempt:
+        """Simulate one variant; `most_us` is what it may take to be the fastest."""
         assert self._library is not None
         name, bound = variant.name, self._bounds[variant]
+        found = Attempt(name=name, bound_us=bound)
         try:
             run = launch_vendor(self._library, self._model, self._index_TK, variant, OPTIONS)
         except UNFIT as error:
-            why = f"{DOES_NOT_RUN}{type(error).__name__}: {first_line(error)}"
-            return {corner: Attempt(name=name, bound_us=bound, why=why) for corner in corners}
-        found = {}
-        for corner, timeline in corner_timelines(run, corners):
-            took = timeline.total_us
-            if took < bound and not isinstance(run, runs.MeasuredRun):
-                raise RuntimeError(
-                    f"{name}: took {took:.0f} us, less than its bound of {bound:.0f} us. "
-                    "Correct bound_us: it must hold for every run."
-                )
-            found[corner] = Attempt(name=name, bound_us=bound, us=took)
-        return found
+            return replace(found, why=f"{DOES_NOT_RUN}{type(error).__name__}: {first_line(error)}")
+        took = run.timeline.total_us
+        if took < bound and not isinstance(run, runs.MeasuredRun):
+            raise RuntimeError(
+                f"{name}: took {took:.0f} us, less than its bound of {bound:.0f} us. "
+                "Correct bound_us: it must hold for every run."
+            )
+        return found.timed(run.timeline, most_us)
 
 
-def with_lists(attempts: Sequence[Attempt], index_us: Mapping[str, float]) -> list[Attempt]:
+def with_lists(attempts: Sequence[Attempt], index: Mapping[str, Estimate]) -> list[Attempt]:
     """Return attempts with the launches in front that list the tokens of their blocks."""
     found = []
     for attempt in attempts:
-        lists = lists_us(attempt.name, index_us)
+        lists = lists_time(attempt.name, index)
         if attempt.us is None:
             found.append(attempt)
         elif lists is None:
-            found.append(replace(attempt, us=None, why=f"its lists: {', '.join(index_us)}"))
+            found.append(replace(attempt, us=None, why=f"its lists: {', '.join(index)}"))
+        elif attempt.time is None:
+            found.append(replace(attempt, us=attempt.us + lists.us))
         else:
-            found.append(replace(attempt, us=attempt.us + lists))
+            found.append(attempt.taking(attempt.time + lists))
     return found
 
 
@@ -256,7 +255,7 @@ def only_slowest_fits(attempts: Sequence[Attempt]) -> bool:
 
 
 def seconds_of(model: Model, expert_index_TK: Any, variant: Variant) -> float:
-    """Return what simulating a variant in both corners takes, about (measured on one machine)."""
+    """Return what simulating a variant takes, about (measured on one machine)."""
     if not variant.block_size:
         experts = model.E if variant.mode == "all_experts" else expert_index_TK.size
         return 0.5 + 0.01 * experts
@@ -330,17 +329,6 @@ def launch_vendor(
             options=options,
             **_arguments(library, model, expert_index_TK, variant, bucket or len(expert_index_TK)),
         )
-
-
-def chain_runs(
-    library: VendorLibrary, model: Model, expert_index_TK: Any, variant: Variant
-) -> Iterator[nki_sim.Run]:
-    """Simulate a variant behind the launches that list its tokens; see `launch_vendor`."""
-    if variant.block_size:
-        sizes = (variant.block_size,)
-        for _, run in index_runs(library, model, expert_index_TK, model.E, sizes):
-            yield run
-    yield launch_vendor(library, model, expert_index_TK, variant, OPTIONS)
 
 
 def _arguments(

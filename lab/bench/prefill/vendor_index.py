@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from lab.check.vendor_cases.moe_prefill import CORES
 from neuron_moe.backends.nki.times import TIMES_ONLY
 from neuron_moe.tools.timing import runs
 from neuron_moe.tools.timing.layers import Model
-from neuron_moe.tools.timing.timelines import corner_timelines
+from neuron_moe.tools.timing.timelines import time_of
+from nki_sim.time.estimate import NOTHING, Estimate
 
 PARTITIONS = 128
 FIND, FLATTEN = "find_nonzero_indices", "indexed_flatten"
@@ -32,7 +33,7 @@ _FLATTEN_PIECES = 16  # indexed_flatten wants a multiple of so many pieces of a 
 FULL = replace(TIMES_ONLY, nki="0.6", mode="full")  # these kernels go by what they compute
 # What a kernel raises that does not run with some sizes; some divide by the number of blocks.
 UNFIT = (nki_sim.NkiValidationError, AssertionError, NotImplementedError, ZeroDivisionError)
-Times = dict[str, float]
+Times = dict[str, Estimate]
 
 
 def first_line(error: Exception) -> str:
@@ -40,19 +41,19 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
 
 
-def lists_us(variant: str, index_us: Mapping[str, float]) -> float | None:
+def lists_time(variant: str, index: Mapping[str, Estimate]) -> Estimate | None:
     """Return the time of the lists in front of a variant: none where it has no blocks, and None
     where they cannot be made.
     """
     size = next((word for word in variant.split() if word.startswith("B=")), None)
-    if size is not None and FIND not in index_us:
+    if size is not None and FIND not in index:
         return None
-    return 0.0 if size is None else sum(parts_of(size, index_us).values())
+    return NOTHING if size is None else sum(parts_of(size, index).values(), NOTHING)
 
 
-def parts_of(size: str, index_us: Mapping[str, float]) -> Times:
+def parts_of(size: str, index: Mapping[str, Estimate]) -> Times:
     """Return the time of each of the launches for a block size, "B=128"."""
-    return {FIND: index_us[FIND], FLATTEN: index_us[f"{FLATTEN} {size}"]}
+    return {FIND: index[FIND], FLATTEN: index[f"{FLATTEN} {size}"]}
 
 
 def index_times(
@@ -60,45 +61,31 @@ def index_times(
     model: Model,
     expert_index_TK: NDArray[np.int32],
     all_experts: int,
-    corners: Sequence[str],
-) -> dict[str, Times]:
+) -> Times:
     """Return the time of listing the tokens of each local expert, and of putting these lists into
-    blocks of each size, by corner; where that does not run, why instead, with no time.
+    blocks of each size; where that does not run, why instead, with no time.
 
     Args:
         library: the user's checkout.
         model: the layer on a rank.
         expert_index_TK: [T, K] choices, those of this rank first.
         all_experts: of all ranks.
-        corners: of the clock.
     """
-    found: dict[str, Times] = {corner: {} for corner in corners}
     try:
-        for name, run in index_runs(library, model, expert_index_TK, all_experts, BLOCK_SIZES):
-            for corner, timeline in corner_timelines(run, corners):
-                found[corner][name] = timeline.total_us
+        launches = _index_runs(library, model, expert_index_TK, all_experts)
+        return {name: time_of(run.timeline) for name, run in launches}
     except UNFIT as error:
-        return {corner: {f"{type(error).__name__}: {first_line(error)}": 0.0} for corner in corners}
-    return found
+        return {f"{type(error).__name__}: {first_line(error)}": NOTHING}
 
 
-def index_runs(
-    library: VendorLibrary,
-    model: Model,
-    expert_index_TK: NDArray[np.int32],
-    all_experts: int,
-    block_sizes: Sequence[int],
+def _index_runs(
+    library: VendorLibrary, model: Model, expert_index_TK: NDArray[np.int32], all_experts: int
 ) -> Iterator[tuple[str, nki_sim.Run]]:
-    """Simulate the launches that list tokens, the second for each of some block sizes.
-
-    Args:
-        library, model, expert_index_TK, all_experts: as of `index_times`.
-        block_sizes: B.
-    """
+    """Simulate the launches that list tokens, the second for each block size."""
     launches = [(FIND, FIND, _mask(model, expert_index_TK, all_experts))]
     launches += [
         (f"{FLATTEN} B={size}", FLATTEN, _lists(model, expert_index_TK, size))
-        for size in block_sizes
+        for size in BLOCK_SIZES
     ]
     for name, kernel, arguments in launches:
         found = library.get(f"core.subkernels.{kernel}", kernel)

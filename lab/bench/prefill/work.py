@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import nki_sim
 from lab.bench.comparison.deployed import nxd_default
 from lab.bench.comparison.options import LAYOUTS
-from lab.bench.comparison.spread import (
-    UNKNOWN,
-    Pairing,
-    Side,
-    SpeedupRange,
-    SpreadWork,
-    kept_range,
-)
 from lab.bench.prefill.cases import roofline_us
-from lab.bench.prefill.ours import OurTime, prefill_plan, time_ours, words_of
+from lab.bench.prefill.ours import OurTime, prefill_plan, time_ours
 from lab.bench.prefill.results import Key, Row, case_of, check_case, compared
 from lab.bench.prefill.vendor import (
     DEPLOYED,
     OPTIONS,
     VARIANTS,
     Known,
-    Variant,
     VendorSide,
-    chain_runs,
     launch_vendor,
     seconds_of,
 )
 from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.timing.layers import BF16_BYTES, Model, choose_experts
-from neuron_moe.tools.timing.plans import launches_of
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.sources import Sources
-from neuron_moe.tools.timing.timelines import corner_timelines
-from nki_sim.time.schedule_model import CORNERS
+from neuron_moe.tools.timing.timelines import overhead
 
 OURS, DEFAULT = "ours", "deployed"
 
 
 class Case:
-    """A layer with a routing: tasks of both sides, and a row for each layout and corner.
+    """A layer with a routing: tasks of both sides, and a row for each layout.
 
     What the earlier rows have and still holds is not run again.
 
@@ -87,27 +74,17 @@ class Case:
             roofline_us=roofline_us(model, self._index_TK),
         )
         self.name = f"{model.name} TP{model.tp} T={tokens} {routing}"
-        self._asked = [
-            replace(blank, layout=layout, corner=corner)
-            for layout in options.layout
-            for corner in options.corner
-        ]
-        places = [
-            replace(blank, layout=layout, corner=corner).key
-            for layout in LAYOUTS
-            for corner in CORNERS
-        ]
+        self._asked = [replace(blank, layout=layout) for layout in options.layout]
+        places = [replace(blank, layout=layout).key for layout in LAYOUTS]
         old = [earlier[key] for key in places if key in earlier]
         for row in old:
             check_case(row, case, sources)
         self._by_key = {row.key: earlier.get(row.key, row) for row in self._asked}
         self._ours_waits = options.only != "vendor" and not all(map(self._is_current, self.rows()))
-        known = {corner: Known() for corner in options.corner}
+        known = Known()
         for row in old:
-            if row.corner in known:
-                attempts = {a.name: a for a in row.vendor_variants}
-                known[row.corner] = Known(attempts, row.vendor_index_us)
-        self._timed_by = {row.corner: row.simulator for row in old}
+            known = Known({a.name: a for a in row.vendor_variants}, row.vendor_index)
+        self._timed_by = old[0].simulator if old else ""
         self._deployed_waits = options.deployed and self._note_deployed(tokens)
         self._vendor = VendorSide(
             library if options.only != "ours" else None,
@@ -161,95 +138,44 @@ class Case:
             for key, time in result.items():
                 fields = {name: getattr(time, name) for name in OurTime.__slots__}
                 before = self._by_key[key]
-                fields |= kept_range(before, time.ours_us)
                 self._by_key[key] = replace(before, kernels=self._sources.kernels, **fields)
         elif task.name == DEFAULT:
             for key, row in self._by_key.items():
-                us = result[row.corner]
-                self._by_key[key] = replace(row, deployed_us=us, deployed_plan=DEPLOYED.name)
+                self._by_key[key] = replace(row, deployed_us=result, deployed_plan=DEPLOYED.name)
         else:
-            self._by_key = {key: replace(row, **UNKNOWN) for key, row in self._by_key.items()}
             self._vendor.take(task, result)
-            self._timed_by |= dict.fromkeys(result, self._sources.simulator)
+            self._timed_by = self._sources.simulator
         self.compare()
 
     def compare(self) -> None:
         """Fill in what follows from both sides as far as they are known."""
+        attempts, index = self._vendor.attempts(), self._vendor.index
+        library = self._sources.library if attempts else ""
         for key, row in self._by_key.items():
-            attempts = self._vendor.attempts(row.corner)
-            library = self._sources.library or row.library if attempts else row.library
-            simulator = self._timed_by.get(row.corner, "")
             self._by_key[key] = compared(
                 replace(
                     row,
                     vendor_variants=attempts,
-                    library=library,
-                    simulator=simulator,
-                    vendor_index_us=self._vendor.index_us(row.corner),
+                    library=library or row.library,
+                    simulator=self._timed_by,
+                    vendor_index=index,
                 )
             )
 
     def _run_ours(self) -> dict[Key, OurTime]:
-        """Simulate our launches once for every plan, and time them in all corners."""
+        """Simulate our launches once for every plan."""
         found: dict[Key, OurTime] = {}
-        corners = list(dict.fromkeys(row.corner for row in self._asked))
-        times = dict[str, dict[str, OurTime]]()  # layouts may come to the same plan
-        for layout in dict.fromkeys(row.layout for row in self._asked):
-            plan = prefill_plan(self._model, len(self._index_TK), layout)
-            words = words_of(plan)
-            if words not in times:
-                times[words] = time_ours(plan, self._index_TK, corners)
-            for row in self._asked:
-                if row.layout == layout:
-                    found[row.key] = times[words][row.corner]
+        times = dict[str, OurTime]()  # layouts may come to the same plan
+        for row in self._asked:
+            plan = prefill_plan(self._model, len(self._index_TK), row.layout)
+            compiled = repr([launch.records for launch in plan.launches()])
+            if compiled not in times:
+                times[compiled] = time_ours(plan, self._index_TK)
+            found[row.key] = times[compiled]
         return found
 
-    def _run_deployed(self) -> dict[str, float]:
-        """Simulate NxD's default kernel once, and time it in all corners."""
+    def _run_deployed(self) -> float:
+        """Simulate NxD's default kernel."""
         assert self._library is not None
         run = launch_vendor(self._library, self._model, self._index_TK, DEPLOYED, OPTIONS)
-        corners = dict.fromkeys(row.corner for row in self._asked)
-        return {corner: timed.total_us for corner, timed in corner_timelines(run, corners)}
-
-    def spreads(self) -> Iterator[SpreadWork]:
-        """Yield what finds the ranges of the rows that lack them."""
-        corners = dict.fromkeys(row.corner for row in self.rows())
-        pairings = [pairing for corner in corners for pairing in self._pairings(corner)]
-        yield from SpreadWork.of(self.name, pairings, self._seconds, self._keep_ranges)
-
-    def _seconds(self, side: Side) -> float:
-        """Return what simulating a side of a ratio takes, about."""
-        if isinstance(side.name, Variant):
-            return seconds_of(self._model, self._index_TK, side.name)
-        return 0.5 * seconds_of(self._model, self._index_TK, VARIANTS[0])
-
-    def _pairings(self, corner: str) -> Iterator[Pairing]:
-        """Yield our plans in a corner, of rows without a range, and the vendor's best variant."""
-        missing = [
-            row
-            for row in self.rows()
-            if row.corner == corner and row.speedup and row.speedup_low is None
-        ]
-        if self._library is None or not missing:
-            return
-        plans = dict[str, list[Row]]()  # layouts may come to the same one
-        for row in missing:
-            plans.setdefault(row.ours_plan, []).append(row)
-        ours = [
-            ([row.key for row in rows], Side(words, partial(self._launch, rows[0].layout)))
-            for words, rows in plans.items()
-        ]
-        best = next(each for each in VARIANTS if each.name == missing[0].vendor_plan)
-        launch = partial(chain_runs, self._library, self._model, self._index_TK, best)
-        yield Pairing(corner, ours, Side(best, launch))
-
-    def _launch(self, layout: str) -> Iterator[nki_sim.Run]:
-        plan = prefill_plan(self._model, len(self._index_TK), layout)
-        for _, run in launches_of(plan, self._index_TK):
-            yield run
-
-    def _keep_ranges(self, found: Mapping[Key, SpeedupRange]) -> None:
-        """Keep the ranges of rows of this case."""
-        for key, one in found.items():
-            fields = {name: getattr(one, name) for name in SpeedupRange.__slots__}
-            self._by_key[key] = replace(self._by_key[key], **fields)
+        return float(run.timeline.total_us) + overhead().us

@@ -1,8 +1,8 @@
 """Simulated time of a plan: its kernels on the simulator, with shapes in place of weights.
 
 Numbers of the weights do not matter to the time of the plan's launches, only which experts tokens
-choose. So a layer on the meta device can be timed. The clock is that of the source order of
-instructions (`nki_sim`'s in-order corner).
+choose. So a layer on the meta device can be timed: the likely time of each launch in a graph
+(nki_sim/time/estimate.py has its range).
 
 Axes: T tokens of all ranks, K choices, E experts of this rank, H hidden.
 """

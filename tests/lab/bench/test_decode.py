@@ -38,12 +38,11 @@ from lab.bench.decode.results import (
 from lab.bench.decode.router_inputs import RouterInputs
 from lab.bench.decode.vendor import bound_us
 from neuron_moe.tools.timing.sources import Sources
+from neuron_moe.tools.timing.timelines import exactly, overhead
 from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.router_reference import rms_norm, route
-from nki_sim.hardware import TRN2
 from tests.nki_kernels.traces import measured_cost
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
 SOURCES = Sources(coefficients="c", simulator="s", kernels="k", library="l")
 # us in bf16, of as many experts, computed by hand: 3 H I 2 B each at 725 GB/s.
 BOUNDS = {("mixtral-8x7b", 8): 486.0, ("deepseek-v3", 256): 1944.0, ("llama4-scout", 1): 21.7}
@@ -62,6 +61,16 @@ def small(kernel: str, **changes: Any) -> DecodeCase:
 
 def row(**changes: Any) -> Row:
     return dataclasses.replace(row_of(case(B=16), 30), **changes)
+
+
+def ours(us: float, modes: dict[str, float] | None = None, **changes: Any) -> Row:
+    modes = modes or {"selective": us}
+    time = exactly(us) + overhead()
+    return row(ours=time, ours_mode="selective", ours_modes=modes, **changes)
+
+
+def ran(name: str, us: float) -> Attempt:
+    return Attempt(name=name, bound_us=1.0).taking(exactly(us))
 
 
 @pytest.mark.parametrize(("name", "touched"), list(BOUNDS))
@@ -135,24 +144,24 @@ def test_a_mode_cannot_be_faster_than_its_bytes() -> None:
 
 
 def test_the_better_mode_of_the_vendor_counts() -> None:
-    attempts = [
-        Attempt(name="all_experts", bound_us=1.0, us=300.0),
-        Attempt(name="selective", bound_us=1.0, us=200.0),
-    ]
-    found = compared(row(ours_us=100.0, ours_modes={"selective": 100.0, "all": 98.0}), attempts)
-    assert (found.vendor_us, found.vendor_plan, found.speedup) == (200.0, "selective", 2.0)
+    attempts = [ran("all_experts", 300.0), ran("selective", 200.0)]
+    found = compared(ours(100.0, {"selective": 100.0, "all": 98.0}), attempts)
+    assert (found.theirs, found.vendor_plan) == (exactly(200.0) + overhead(), "selective")
+    assert found.ratio == (exactly(200.0) + overhead()).over(exactly(100.0) + overhead())
     assert found.switch_loss == pytest.approx(100 / 98 - 1)
 
 
 def test_the_summary_names_what_misses_a_target() -> None:
-    slow = row(ours_us=100.0, hbm_bound_us=60.0, ours_modes={"selective": 100.0, "all": 90.0})
-    fast = dataclasses.replace(slow, format="fp8", ours_us=80.0, is_weight_bound=True)
-    attempts = [Attempt(name="selective", bound_us=1.0, us=95.0)]
+    slow = ours(100.0, {"selective": 100.0, "all": 90.0}, hbm_bound_us=60.0)
+    fast = ours(80.0, {"selective": 80.0}, hbm_bound_us=60.0, format="fp8", is_weight_bound=True)
+    attempts = [ran("selective", 95.0)]
     rows = {r.key: compared(r, attempts) for r in (slow, fast)}
     result = summarise(with_gains(rows), Book(), SOURCES)
     targets = sorted(miss["target"] for miss in result["misses"])
-    assert targets == ["bound_share", "fp8_gain", "speedup", "switch_loss"]
-    assert result["least_speedup"] == pytest.approx(0.95)
+    assert targets == ["bound_share", "fp8_gain", "switch_loss", "times as fast"]
+    low_us = overhead().low_us
+    least = (95.0 + low_us) / (100.0 + low_us)
+    assert result["by_kernel"]["decode_moe"]["least_low"] == pytest.approx(least)
     assert result["least_bound_share_bf16_from_16"] == pytest.approx(0.6)
     assert result["least_fp8_gain_weight_bound"] == pytest.approx(1.25)
     assert result["switch_loss"] == pytest.approx(1 / 9)
@@ -160,14 +169,14 @@ def test_the_summary_names_what_misses_a_target() -> None:
 
 def test_the_file_keeps_the_vendors_times(tmp_path: Path) -> None:
     book, path = Book(), tmp_path / "decode.json"
-    book.keep_vendor(case(), [Attempt(name="selective", bound_us=1.0, us=2.0)])
-    path.write_text(json.dumps(summarise([row(ours_us=5.0)], book, SOURCES)))
+    book.keep_vendor(case(), [ran("selective", 2.0)])
+    path.write_text(json.dumps(summarise([ours(5.0)], book, SOURCES)))
     again = read(path, SOURCES, "--resume")
     assert again.known_vendor(case(routing="zipf"))[0].us == 2.0  # whatever the routing
     assert again.known_vendor(case(B=16)) == []
     no_library = dataclasses.replace(SOURCES, library="")
     assert summarise([], again, no_library)["sources"]["library"] == "l"
-    assert list(again.rows) == [row().key]
+    assert list(again.rows.values()) == [ours(5.0)]
     with pytest.raises(ValueError, match="was simulated with another coefficients"):
         read(path, dataclasses.replace(SOURCES, coefficients="d"), "--resume")
 
@@ -176,7 +185,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "decode.json"
     arguments = ["--models", "llama4-scout", "--batches", "1", "--kernels", "decode_moe"]
-    arguments += ["--corner", "in-order", "--layout", "packed"]
+    arguments += ["--layout", "packed"]
     assert bench_decode.main([*arguments, "--routings", "uniform", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(r["model"], r["tp"], r["B"], r["format"]) for r in rows] == [
@@ -184,9 +193,9 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
         ("llama4-scout", 16, 1, "fp8"),
     ]
     for found in rows:
-        assert found["vendor_us"] is None
+        assert found["theirs"] is None
         assert found["ours_mode"] == "selective"
-        assert 0.3 < found["hbm_bound_us"] / found["ours_us"] < 1.0
+        assert 0.3 < found["bound_share"] < 1.0
     assert rows[1]["fp8_gain"] > 1.0
     assert not capsys.readouterr().out.splitlines()[-1].startswith("{")
 
@@ -213,37 +222,25 @@ def test_wrong_options_are_refused() -> None:
 
 def test_beside_fp8_the_vendors_faster_format_counts() -> None:
     book, fp8 = Book(), case(format="fp8")
-    book.keep_vendor(fp8, [Attempt(name="selective", bound_us=1.0, us=20.0)], "vendor")
-    bf16 = [Attempt(name="selective", bound_us=2.0, us=15.0)]
-    book.keep_vendor(case(), bf16, "vendor")
-    found = compared(row_of(fp8, 4, corner="vendor"), book.rivals(fp8, "vendor"))
-    assert (found.vendor_us, found.vendor_plan) == (15.0, "selective in bf16")
-    assert book.rivals(case(), "vendor") == bf16
-    assert book.rivals(fp8, "in-order") == []
+    assert book.rivals(fp8) == []
+    book.keep_vendor(fp8, [ran("selective", 20.0)])
+    bf16 = [ran("selective", 15.0)]
+    book.keep_vendor(case(), bf16)
+    found = compared(row_of(fp8, 4), book.rivals(fp8))
+    assert (found.theirs, found.vendor_plan) == (exactly(15.0) + overhead(), "selective in bf16")
+    assert book.rivals(case()) == bf16
 
 
-def test_one_run_gives_both_corners_and_every_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_gives_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "decode.json"
     arguments = ["--models", "gpt-oss-20b", "--batches", "1", "--kernels", "decode_moe"]
     arguments += ["--routings", "uniform", "--formats", "bf16", "--json", str(path)]
     assert bench_decode.main([*arguments, "--jobs", "2"]) == 0
-    rows = {(r["layout"], r["corner"]): r for r in json.loads(path.read_text())["rows"]}
-    assert list(rows) == [
-        ("plain", "vendor"),
-        ("plain", "in-order"),
-        ("packed", "vendor"),
-        ("packed", "in-order"),
-    ]
-    assert rows["packed", "in-order"]["ours_us"] < rows["plain", "in-order"]["ours_us"]
+    rows = {row["layout"]: row["ours"] for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["plain", "packed"]
+    assert rows["packed"]["us"] < rows["plain"]["us"]
+    for time in rows.values():
+        assert time["low_us"] < time["us"] < time["high_us"]
     monkeypatch.setattr(decode_work, "launch_ours", None)  # kept, so not called
     assert bench_decode.main([*arguments, "--resume"]) == 0
-
-
-def test_a_result_without_corners_is_in_order_and_packed() -> None:
-    sources = dataclasses.replace(Sources.now(TRN2, None, ()), library="")
-    book = read(RESULTS / "decode_trn2.json", sources, "--resume")
-    assert ("packed", "in-order") in {(row.layout, row.corner) for row in book.rows.values()}
-    assert book.known_vendor(case("llama4-scout", B=1))

@@ -14,7 +14,6 @@ from lab.bench.decode.lanes import (
     RIGHT,
     WIDTH,
     Panel,
-    _timeline,
     busy_spans,
     draw_lanes,
     memory_rates,
@@ -30,7 +29,7 @@ def lines() -> list[Timeline]:
     model = dataclasses.replace(CASE.model, H=256, I=64, E=16, K=2)
     cases = [dataclasses.replace(CASE, model=model, B=B) for B in (2, 16)]
     plans = [decode_plan(case, layout="plain") for case in cases]
-    return [_timeline(launch_ours(*each, OPTIONS)) for each in zip(cases, plans, strict=True)]
+    return [launch_ours(*each, OPTIONS).timeline for each in zip(cases, plans, strict=True)]
 
 
 @pytest.mark.parametrize("bin_us", [0.05, 1.0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,9 @@ from lab.bench.prefill import vendor
 from lab.check.vendor_cases.library import VendorLibrary
 from neuron_moe.configs import load_config
 from neuron_moe.tools.timing.layers import choose_experts
+from neuron_moe.tools.timing.runs import MeasuredRun
 from neuron_moe.tools.timing.sources import Sources
+from neuron_moe.tools.timing.timelines import exactly
 
 SMALL = {
     "hidden_size": 256,
@@ -50,7 +51,7 @@ def _run(path: Path, *more: str) -> dict[str, Any]:
 def test_each_row_is_timed_and_adds_up(tmp_path: Path) -> None:
     picture = tmp_path / "layer.png"
     rows = _run(tmp_path / "rows.json", "--tokens", "64", "--picture", str(picture))["rows"]
-    assert len(rows) == 8  # two splits, two phases, two corners
+    assert len(rows) == 4  # two splits, two phases
     for row in rows:
         assert 0 < row["experts_us"] < row["layer_us"]
         assert row["outside"] == pytest.approx(1 - row["experts_us"] / row["layer_us"])
@@ -94,7 +95,7 @@ def test_the_vendors_times_outlive_a_change_of_our_kernels(tmp_path: Path) -> No
         split="TP8",
         phase="prefill",
         T=1024,
-        corner="vendor",
+        corner="likely",
         layer_us=500.0,
         launches=("prefill_layer",),
         vendor_us=900.0,
@@ -118,7 +119,7 @@ def attempt(name: str, us: float | None, why: str = "") -> Attempt:
     return Attempt(name=name, bound_us=1.0, us=us, why=why)
 
 
-INDEX_US = {"find_nonzero_indices": 20.0, "indexed_flatten B=128": 5.0}
+INDEX_US = {"find_nonzero_indices": exactly(20.0), "indexed_flatten B=128": exactly(5.0)}
 
 
 def test_a_chain_is_the_fastest_variant_behind_its_lists() -> None:
@@ -139,21 +140,20 @@ class FakeLaunches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.times, self.asked = times, list[str]()
         around = VendorAround(
-            choose_experts("uniform", 64, 8, 2), {"vendor": {"router_topk": 8.0, "mlp": 2.0}}
+            choose_experts("uniform", 64, 8, 2), {"likely": {"router_topk": 8.0, "mlp": 2.0}}
         )
-        index_us = {**INDEX_US, "indexed_flatten B=256": 6.0, "indexed_flatten B=512": 7.0}
-        index_us["indexed_flatten B=1024"] = 8.0
+        more = {"B=256": 6.0, "B=512": 7.0, "B=1024": 8.0}
+        index = INDEX_US | {f"indexed_flatten {size}": exactly(us) for size, us in more.items()}
         monkeypatch.setattr(layer_work, "vendor_around", lambda *_: around)
-        monkeypatch.setattr(vendor, "index_times", lambda *_: {"vendor": index_us})
+        monkeypatch.setattr(vendor, "index_times", lambda *_: index)
         monkeypatch.setattr(vendor, "launch_vendor", self._launch)
-        monkeypatch.setattr(vendor, "corner_timelines", lambda run, corners: [("vendor", run)])
 
     def _launch(self, library: Any, model: Any, index: Any, variant: Any, options: Any) -> Any:
         self.asked.append(variant.name)
         us = self.times.get(variant.name)
         if us is None:
             raise NotImplementedError("too large for it")
-        return types.SimpleNamespace(total_us=us)
+        return MeasuredRun(us)
 
     def rows(self, known: dict[Any, Row] | None = None) -> list[Row]:
         case = Case(
@@ -161,7 +161,7 @@ class FakeLaunches:
             "EP8",
             "prefill",
             64,
-            ["vendor"],
+            ["likely"],
             cast(VendorLibrary, self),
             known or {TIMED.key: TIMED},
         )
@@ -172,7 +172,7 @@ class FakeLaunches:
 
 
 TIMED = Row(
-    model="mixtral_8x7b", split="EP8", phase="prefill", T=64, corner="vendor", layer_us=500.0
+    model="mixtral_8x7b", split="EP8", phase="prefill", T=64, corner="likely", layer_us=500.0
 )
 
 

@@ -1,4 +1,4 @@
-"""bench decode and prefill --chip trn3: MX kernels over a file of cases, in both corners."""
+"""bench decode and prefill --chip trn3: MX kernels over a file of cases."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,8 @@ from lab.bench.decode import command as decode
 from lab.bench.prefill import command as prefill
 from lab.check.outcomes import Outcome
 from lab.check.vendor_cases.case import Case
-from nki_sim.time.schedule_model import CORNERS
+from neuron_moe.tools.timing.timelines import exactly
+from nki_sim.hardware import TRN3
 from tests.lab.check.test_mx_cases import CASES, case
 
 
@@ -27,13 +28,14 @@ def file_of(folder: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(("command", "name"), [(decode, "all"), (prefill, "prefill")])
-def test_ours_are_timed_in_both_corners(command: Any, name: str, tmp_path: Path) -> None:
+def test_ours_are_timed(command: Any, name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     cases = str(file_of(tmp_path, "all", "prefill"))
     assert command.main(["--chip", "trn3", "--cases", cases, "--json", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert [(row["id"], row["corner"]) for row in result["rows"]] == [(name, c) for c in CORNERS]
-    assert all(row["ours_us"] > 0 and row["vendor_us"] is None for row in result["rows"])
+    (row,) = result["rows"]
+    assert (row["id"], row["theirs"]) == (name, None)
+    assert 0 < row["ours"]["low_us"] <= row["ours"]["us"] <= row["ours"]["high_us"]
     assert result["chip"] == "trn3"
     assert "hbm_bytes_per_ns" in result["coefficients"]["documented"]
     assert "psum_accumulate_factor" in result["coefficients"]["assumed"]
@@ -44,17 +46,17 @@ def test_a_ratio_takes_two_right_results_of_the_same_tokens(
 ) -> None:
     found: dict[str, tuple[str, str]] = {"ours": ("passed", ""), "theirs": ("passed", "")}
 
-    def timed(check: Any, corners: Any) -> Any:
+    def timed(check: Any) -> Any:
         side = "ours" if not seen else "theirs"
         seen.append(side)
         result, reason = found[side]
         us = 10.0 if side == "ours" else 25.0
-        return Outcome.of(problem, result, reason), [dict.fromkeys(corners, us)]
+        return Outcome.of(problem, result, reason), [exactly(us)]
 
     monkeypatch.setattr(mx, "_timed", timed)
     monkeypatch.setattr(mx, "VendorLibrary", lambda path: path)
     problem: Case = case("all")
-    speedups = []
+    ratios = []
     for side, outcome in (
         ("ours", ("passed", "")),
         ("theirs", ("failed", "library fault")),
@@ -62,9 +64,9 @@ def test_a_ratio_takes_two_right_results_of_the_same_tokens(
     ):
         seen: list[str] = []
         found |= {"ours": ("passed", ""), "theirs": ("passed", "")} | {side: outcome}
-        (row,) = mx.compare_case(problem, Path("library"), ["in-order"])
-        speedups.append(row.speedup)
-    assert speedups == [2.5, None, None]
+        ratios.append(mx.compare_case(problem, Path("library")).ratio)
+    both = [mx.program([exactly(us)], TRN3) for us in (25.0, 10.0)]
+    assert ratios == [both[0].over(both[1]), None, None]
 
 
 def test_cases_are_asked_for() -> None:

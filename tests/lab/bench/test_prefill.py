@@ -15,14 +15,13 @@ import torch
 
 import nki_sim
 from lab.bench.comparison.attempts import Attempt
-from lab.bench.comparison.corners import expectation
-from lab.bench.comparison.spread import UNKNOWN, kept_range
+from lab.bench.comparison.figures import figure_lines
 from lab.bench.prefill import command as bench_prefill
 from lab.bench.prefill import vendor as prefill_vendor
 from lab.bench.prefill import work as prefill_work
 from lab.bench.prefill.cases import ROUTINGS, roofline_us
 from lab.bench.prefill.ours import prefill_plan, time_ours
-from lab.bench.prefill.results import Row, compared, read, summarise, without_ours
+from lab.bench.prefill.results import Row, compared, read, summarise
 from lab.bench.prefill.vendor import (
     KERNEL_NAMES,
     VARIANTS,
@@ -38,11 +37,11 @@ from neuron_moe.experts import RoutedExperts
 from neuron_moe.spec import ExpertSpec
 from neuron_moe.tools.timing.layers import MODELS, choose_experts
 from neuron_moe.tools.timing.plans import formula_of, in_stages
-from nki_sim import isa
+from neuron_moe.tools.timing.runs import MeasuredRun
+from neuron_moe.tools.timing.timelines import exactly, overhead
 from nki_sim.hardware import TRN2
-from nki_sim.language import api as nl
+from nki_sim.time.estimate import Estimate
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
 # us, for uniform routing: 3 H I multiplications for each of T K choices, on 2 x 128 x 128 cells.
 ROOFLINES = {
     ("gpt-oss-120b", 8192): 1296.0,
@@ -128,26 +127,27 @@ def test_the_launch_is_the_one_that_the_product_makes(
 
 def test_with_lists_given_counts_what_comes_behind_them() -> None:
     plan = prefill_plan(SMALL, len(CHOICE), "plain")
-    (found,) = time_ours(plan, CHOICE, ["in-order"]).values()
+    found, own_us = time_ours(plan, CHOICE), overhead().us
     apart = {name: run.timeline.total_us for name, run in plan_runs(in_stages(plan), CHOICE)}
     assert list(apart) == ["index_blocks", "blockwise_moe", "combine"]
-    assert found.ours_given_us == pytest.approx(apart["blockwise_moe"] + apart["combine"])
-    few = prefill_plan(SMALL, 64, "plain")
-    (found,) = time_ours(few, CHOICE[:64], ["in-order"]).values()
-    assert found.ours_given_us == found.ours_us  # the decode kernel needs no lists
+    given_us = apart["blockwise_moe"] + apart["combine"] + own_us
+    assert found.ours_given.us == pytest.approx(given_us)
+    assert found.ours.low_us < found.ours.us < found.ours.high_us
+    found = time_ours(prefill_plan(SMALL, 64, "plain"), CHOICE[:64])
+    assert found.ours_given == found.ours  # the decode kernel needs no lists
 
 
 def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "prefill.json"
     arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
-    arguments += ["--corner", "in-order", "--layout", "packed"]
+    arguments += ["--layout", "packed"]
     assert bench_prefill.main([*arguments, "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["model"], row["tp"], row["T"], row["routing"]) == ("gpt-oss-20b", 8, 16, "uniform")
-    assert (row["format"], row["corner"], row["layout"]) == ("bf16", "in-order", "packed")
-    assert row["vendor_us"] is None
-    assert 0.3 < row["roofline_us"] / row["ours_us"] < 1.0
+    assert (row["format"], row["layout"]) == ("bf16", "packed")
+    assert row["theirs"] is None
+    assert 0.3 < row["roofline_us"] / row["ours"]["us"] < row["roofline_share"] < 1.0
     assert not capsys.readouterr().out.splitlines()[-1].startswith("{")
     assert " busy " in row["bottleneck"]
 
@@ -162,9 +162,14 @@ SMALL = dataclasses.replace(
 )
 CHOICE = choose_experts("balanced", 512, SMALL.E, SMALL.K)  # 128 tokens for each expert
 SLOW_US = 1e4
-INDEX_US = {"find_nonzero_indices": 7.0} | {
-    f"indexed_flatten B={size}": size / 1e3 for size in (128, 256, 512, 1024)
+OWN_US = overhead().us
+INDEX = {"find_nonzero_indices": exactly(7.0)} | {
+    f"indexed_flatten B={size}": exactly(size / 1e3) for size in (128, 256, 512, 1024)
 }
+
+
+def ran(name: str, us: float) -> Attempt:
+    return Attempt(name=name, bound_us=1.0).taking(exactly(us))
 
 
 class FakeVendor:
@@ -174,7 +179,6 @@ class FakeVendor:
         self.times, self.asked = times, list[str]()
         monkeypatch.setattr(prefill_vendor, "launch_vendor", self._launch)
         monkeypatch.setattr(prefill_vendor, "index_times", self._index)
-        monkeypatch.setattr(prefill_vendor, "corner_timelines", self._timelines)
         monkeypatch.setattr(bench_prefill, "VendorLibrary", lambda path: path)
 
     def _launch(self, library: Any, model: Any, index: Any, variant: Any, options: Any) -> Any:
@@ -182,17 +186,11 @@ class FakeVendor:
         us = self.times.get(variant.name, SLOW_US)
         if us < 0:
             raise NotImplementedError("too large for it")
-        return types.SimpleNamespace(total_us=us)
+        return MeasuredRun(us)
 
-    def _index(self, library: Any, model: Any, index: Any, experts: int, corners: Any) -> Any:
+    def _index(self, library: Any, model: Any, index: Any, experts: int) -> Any:
         self.asked.append("index")
-        return {corner: dict(INDEX_US) for corner in corners}
-
-    def _timelines(self, run: Any, corners: Any) -> Any:
-        """Time a run; the vendor's corner halves it."""
-        for corner in corners:
-            us = run.total_us if corner == "in-order" else run.total_us / 2
-            yield corner, types.SimpleNamespace(total_us=us)
+        return dict(INDEX)
 
     def attempts(self, known: Known | None = None) -> dict[str, Attempt]:
         """Run all variants on the small layer."""
@@ -200,12 +198,12 @@ class FakeVendor:
             self,  # type: ignore[arg-type]
             SMALL,
             CHOICE,
-            {"in-order": known or Known()},
+            known or Known(),
             chip=TRN2,
         )
         while (task := side.next_task()) is not None:
             side.take(task, task.compute())
-        return {attempt.name: attempt for attempt in side.attempts("in-order")}
+        return {attempt.name: attempt for attempt in side.attempts()}
 
 
 def test_a_bound_is_weights_of_blocks_or_multiplications_of_their_rows() -> None:
@@ -240,7 +238,9 @@ def test_the_dynamic_kernel_runs_where_its_flattered_form_does_not(
 
 
 def test_a_run_below_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": 0.1})
+    vendor = FakeVendor(monkeypatch, {})
+    run = types.SimpleNamespace(timeline=MeasuredRun(0.1))
+    monkeypatch.setattr(prefill_vendor, "launch_vendor", lambda *_: run)
     with pytest.raises(RuntimeError, match="less than its bound"):
         vendor.attempts()
 
@@ -256,7 +256,7 @@ def test_known_attempts_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> No
     vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": 100.0})
     known = vendor.attempts()
     vendor.asked.clear()
-    assert vendor.attempts(known=Known(known, INDEX_US)) == known
+    assert vendor.attempts(known=Known(known, INDEX)) == known
     assert vendor.asked == []
 
 
@@ -285,9 +285,9 @@ def test_a_kernel_of_all_blocks_has_their_bound() -> None:
 
 def test_the_published_time_has_the_vendors_lists_in_front() -> None:
     attempts = [
-        Attempt(name="shard_on_block B=128", bound_us=1.0, us=90.0),
-        Attempt(name="shard_on_block B=512 keep", bound_us=1.0, us=90.1),
-        Attempt(name="moe_tkg selective", bound_us=1.0, us=92.0),
+        ran("shard_on_block B=128", 90.0),
+        ran("shard_on_block B=512 keep", 90.1),
+        ran("moe_tkg selective", 92.0),
         Attempt(name="shard_on_h B=128", bound_us=1.0, why="does not run: too large"),
     ]
     row = compared(
@@ -296,50 +296,52 @@ def test_the_published_time_has_the_vendors_lists_in_front() -> None:
             tp=1,
             T=64,
             routing="uniform",
-            ours_us=50.0,
-            ours_given_us=45.0,
+            ours=exactly(50.0 + OWN_US),
+            ours_given=exactly(45.0 + OWN_US),
             roofline_us=20.0,
             vendor_variants=attempts,
-            vendor_index_us=INDEX_US,
+            vendor_index=INDEX,
         )
     )
-    assert (row.vendor_us, row.vendor_plan) == (92.0, "moe_tkg selective")  # it needs none
-    assert (row.vendor_given_us, row.vendor_given_plan) == (90.0, "shard_on_block B=128")
-    assert (row.speedup, row.given_speedup) == (92.0 / 50.0, 90.0 / 45.0)
+    assert (row.vendor_plan, row.vendor_given_plan) == ("moe_tkg selective", "shard_on_block B=128")
+    assert row.theirs is not None
+    assert row.theirs_given is not None
+    assert row.ratio is not None
+    assert (row.theirs.us, row.theirs_given.us) == (92.0 + OWN_US, 90.0 + OWN_US)  # one needs none
+    assert row.ratio.likely == (92.0 + OWN_US) / (50.0 + OWN_US)
+    assert row.roofline_share == pytest.approx(20.0 / 50.0)
     longer = compared(dataclasses.replace(row, vendor_variants=attempts[:2]))
-    assert longer.vendor_us == 90.0 + 7.0 + 0.128
+    assert longer.theirs is not None
+    assert longer.theirs.us == pytest.approx(90.0 + 7.0 + 0.128 + OWN_US)
     assert not only_slowest_fits(attempts)
 
 
 def test_lists_that_cannot_be_made_leave_what_needs_none() -> None:
-    attempts = [
-        Attempt(name="shard_on_block B=128", bound_us=1.0, us=90.0),
-        Attempt(name="moe_tkg selective", bound_us=1.0, us=92.0),
-    ]
+    attempts = [ran("shard_on_block B=128", 90.0), ran("moe_tkg selective", 92.0)]
     row = compared(
         Row(
             model="m",
             tp=1,
             T=64,
             routing="uniform",
-            ours_us=50.0,
+            ours=exactly(50.0),
             roofline_us=20.0,
             vendor_variants=attempts,
-            vendor_index_us={"IllegalOperand: too many": 0.0},
+            vendor_index={"IllegalOperand: too many": exactly(0.0)},
         )
     )
     assert (row.vendor_plan, row.vendor_given_plan) == ("moe_tkg selective", "shard_on_block B=128")
     alone = compared(dataclasses.replace(row, vendor_variants=attempts[:1]))
-    assert alone.vendor_us is None
+    assert alone.theirs is None
     assert "its lists: IllegalOperand: too many" in alone.vendor_plan
 
 
 def test_rows_that_only_the_slowest_kernel_takes_are_in_no_mean() -> None:
     refused = ("shard_on_i_hybrid B=256", "shard_on_h B=128", "moe_tkg selective")
-    alone = [Attempt(name="shard_on_block B=128", bound_us=1.0, us=900.0)] + [
+    alone = [ran("shard_on_block B=128", 900.0)] + [
         Attempt(name=name, bound_us=1.0, why="does not run: too large") for name in refused
     ]
-    fair = [Attempt(name="shard_on_block B=128", bound_us=1.0, us=100.0)]
+    fair = [ran("shard_on_block B=128", 100.0)]
     rows = [
         compared(
             Row(
@@ -347,10 +349,10 @@ def test_rows_that_only_the_slowest_kernel_takes_are_in_no_mean() -> None:
                 tp=1,
                 T=64,
                 routing="uniform",
-                ours_us=50.0,
+                ours=exactly(50.0),
                 roofline_us=20.0,
                 vendor_variants=attempts,
-                vendor_index_us=INDEX_US,
+                vendor_index=INDEX,
             )
         )
         for name, attempts in (("a", alone), ("b", fair))
@@ -358,10 +360,10 @@ def test_rows_that_only_the_slowest_kernel_takes_are_in_no_mean() -> None:
     sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
     result = summarise(rows, sources)
     assert result["only_slowest_fits"] == ["a TP1 T=64"]
-    assert [one["rows"] for one in result["by_corner"]] == [1]
+    assert [one["rows"] for one in result["by_layout"]] == [1]
 
 
-ONE = ["--corner", "in-order", "--layout", "packed"]
+ONE = ["--layout", "packed"]
 
 
 def run_command(path: Path, *more: str) -> dict[str, Any]:
@@ -379,14 +381,14 @@ def test_vendor_times_are_taken_from_an_earlier_result(
     first = tmp_path / "vendor.json"
     library = ["--library", str(tmp_path)]
     (row,) = run_command(first, *library, "--only", "vendor")["rows"]
-    assert (row["ours_us"], row["vendor_given_us"]) == (None, SLOW_US)
-    assert row["vendor_us"] == SLOW_US  # moe_tkg, which needs no lists
+    assert (row["ours"], row["theirs_given"]["us"]) == (None, SLOW_US + OWN_US)
+    assert row["theirs"]["us"] == SLOW_US + OWN_US  # moe_tkg, which needs no lists
     vendor.asked.clear()
     second = tmp_path / "both.json"
     result = run_command(second, *library, "--vendor-from", str(first))
     (row,) = result["rows"]
     assert vendor.asked == []
-    assert row["speedup"] == pytest.approx(SLOW_US / row["ours_us"])
+    assert row["ratio"]["likely"] == pytest.approx((SLOW_US + OWN_US) / row["ours"]["us"])
     assert result["vendor_rows_by_another_simulator"] == 0
     monkeypatch.setattr(prefill_work, "time_ours", None)  # kept, so not called
     assert run_command(second, *library, "--resume")["rows"] == result["rows"]
@@ -400,11 +402,11 @@ def test_the_vendors_kernels_can_be_run_one_after_the_other(
     path = tmp_path / "vendor.json"
     options = ["--library", str(tmp_path), "--only", "vendor", "--resume", "--vendor-kernels"]
     first = run_command(path, *options, "shard_on_block")
-    assert first["rows"][0]["vendor_given_us"] == SLOW_US
+    assert first["rows"][0]["theirs_given"]["us"] == SLOW_US + OWN_US
     assert first["vendor_variants_not_run"] == len(VARIANTS) - 5
     vendor.asked.clear()
     every = run_command(path, *options, *KERNEL_NAMES)
-    assert every["rows"][0]["vendor_given_us"] == SLOW_US / 2
+    assert every["rows"][0]["theirs_given"]["us"] == SLOW_US / 2 + OWN_US
     assert "vendor_variants_not_run" not in every
     assert vendor.asked
     assert not any(name.startswith(("shard_on_block", "index")) for name in vendor.asked)
@@ -460,82 +462,40 @@ def test_options_that_contradict_are_refused(
         bench_prefill.main(arguments)
 
 
-def exchange_rows(x: Any) -> Any:
-    """Load rows on both cores, exchange them, store those of the other one."""
-    mine, other = nl.ndarray(x.shape, x.dtype), nl.ndarray(x.shape, x.dtype)
-    isa.dma_copy(mine, x)
-    isa.sendrecv(mine, other, 1 - nl.program_id(0), 1 - nl.program_id(0), 0)
-    out = nl.ndarray((2, *x.shape), x.dtype, buffer=nl.shared_hbm)
-    isa.dma_copy(out[nl.program_id(0)], other)
-    return out
-
-
-@pytest.mark.long
-def test_every_ratio_has_a_range_and_what_gives_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FakeVendor(monkeypatch, {})
-    path, library = tmp_path / "rows.json", ["--library", str(tmp_path)]
-    rows = nki_sim.run(exchange_rows, nki_sim.TensorSpec((128, 16), "bfloat16"), lnc=2)
-    monkeypatch.setattr(prefill_work, "chain_runs", lambda *case: [rows, rows])
-    result = run_command(path, *library, "--sensitivity")
-    (row,), (figures,) = result["rows"], result["by_corner"]
-    assert 0.0 < row["speedup_low"] < row["speedup_high"]
-    assert "exchange x0.5" in row["low_with"]
-    assert "exchange x2" in row["high_with"]
-    assert figures["geometric_mean_low"] == pytest.approx(row["speedup_low"])
-    assert figures["low_with"]["exchange x0.5"] == figures["rows_with_range"] == 1
-    again = run_command(path, *library, "--resume")
-    assert again["rows"] == result["rows"]
-
-
-def test_the_expectation_is_the_vendors_corner_and_names_where_we_lose() -> None:
-    def row(model: str, corner: str, layout: str, vendor: float) -> Row:
-        return compared(
-            Row(
-                model=model,
-                tp=1,
-                T=8,
-                routing="uniform",
-                corner=corner,
-                layout=layout,
-                ours_us=10.0,
-                roofline_us=1.0,
-                vendor_variants=[Attempt(name="v", bound_us=1.0, us=vendor)],
-            )
+def test_both_sides_are_compared_under_one_assumption() -> None:
+    ours = Estimate(low_us=10.0, us=20.0, high_us=40.0)
+    theirs = ran("v", 30.0).taking(Estimate(low_us=18.0, us=30.0, high_us=90.0))
+    row = compared(
+        Row(
+            model="m",
+            tp=1,
+            T=8,
+            routing="uniform",
+            ours=ours + overhead(),
+            roofline_us=1.0,
+            vendor_variants=[theirs],
         )
-
-    rows = [
-        row("a", "vendor", "plain", 9.0),
-        row("b", "vendor", "plain", 16.0),
-        row("a", "in-order", "plain", 25.0),
-        row("b", "vendor", "packed", 99.0),
+    )
+    own = overhead()
+    ends = [
+        (18.0 + own.low_us) / (10.0 + own.low_us),
+        (30.0 + own.us) / (20.0 + own.us),
+        (90.0 + own.high_us) / (40.0 + own.high_us),
     ]
-    assert expectation(rows) == (
-        "expected about 1.2x, range 0.90x to 2.5x; rows below 1 of 3 in both corners: a TP1 T=8 (1)"
-    )
-    assert expectation(rows[2:]) is None
-    rows[0] = dataclasses.replace(rows[0], speedup_low=0.5, speedup_high=1.5)
-    assert "; coefficients at half to double (1 of 3 rows): 0.50x (a TP1 T=8) to 1.5x;" in str(
-        expectation(rows)
-    )
+    assert row.ratio is not None
+    assert row.ratio.likely == pytest.approx(ends[1])
+    assert (row.ratio.low, row.ratio.high) == (pytest.approx(min(ends)), pytest.approx(max(ends)))
+    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
+    (figures,) = summarise([row], sources)["by_layout"]
+    assert figures["least_low"] == figures["geometric_mean_low"] == pytest.approx(min(ends))
+    assert f"least {min(ends):.2f}x, 0 below 1" in figure_lines([figures])
 
 
-def test_a_range_is_forgotten_with_the_time_it_belongs_to() -> None:
-    row = Row(
-        model="m",
-        tp=1,
-        T=8,
-        routing="uniform",
-        roofline_us=1.0,
-        ours_us=2.0,
-        speedup_low=0.5,
-        low_with="DMA runs x2",
-    )
-    assert without_ours(row).speedup_low is None
-    assert without_ours(row).low_with == ""
-    assert kept_range(row, 2.0)["speedup_low"] == 0.5
-    assert kept_range(row, 2.5) == kept_range(None, 2.0) == UNKNOWN
+def test_a_variant_that_is_not_chosen_has_no_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = FakeVendor(monkeypatch, {"shard_on_block B=256": SLOW_US / 4}).attempts()
+    assert found["shard_on_block B=256"].time == exactly(SLOW_US / 4)
+    order = [attempt for attempt in found.values() if attempt.us == SLOW_US]
+    assert any(attempt.time is None for attempt in order)
 
 
 @pytest.mark.slow
@@ -544,7 +504,6 @@ def test_what_nxd_runs_by_default_stands_beside(
 ) -> None:
     vendor = FakeVendor(monkeypatch, {"shard_on_h B=512": 2 * SLOW_US})
     monkeypatch.setattr(prefill_work, "launch_vendor", vendor._launch)
-    monkeypatch.setattr(prefill_work, "corner_timelines", vendor._timelines)
     arguments = ["--models", "qwen3-30b", "gpt-oss-20b", "--tokens", "16", "256", *ONE]
     arguments += ["--routings", "uniform", "--only", "vendor", "--deployed"]
     path = tmp_path / "rows.json"
@@ -558,7 +517,7 @@ def test_what_nxd_runs_by_default_stands_beside(
         ("gpt-oss-20b", 16): "all experts in torch, at least",
         ("gpt-oss-20b", 256): "blocks of 512 in torch, at least",
     }
-    assert rows["qwen3-30b", 256]["deployed_us"] == 2 * SLOW_US
+    assert rows["qwen3-30b", 256]["deployed_us"] == 2 * SLOW_US + OWN_US
     # 32 experts of 3 * 2880 * 360 weights, two bytes each, at 725 GB/s.
     assert rows["gpt-oss-20b", 16]["deployed_us"] == pytest.approx(274.6, rel=1e-3)
     # ceil((256 * 4 - 31) / 512) + 31 blocks of 512 rows each, 78.6 multiplications in a ns.
@@ -567,14 +526,14 @@ def test_what_nxd_runs_by_default_stands_beside(
 
 def test_rows_below_one_are_listed_with_their_bottleneck() -> None:
     def row(T: int, vendor: float) -> Row:
-        attempts = [Attempt(name="v", bound_us=1.0, us=vendor)]
+        attempts = [ran("v", vendor)]
         return compared(
             Row(
                 model="m",
                 tp=1,
                 T=T,
                 routing="uniform",
-                ours_us=10.0,
+                ours=exactly(10.0) + overhead(),
                 roofline_us=6.0,
                 bottleneck="dma busy 99%",
                 vendor_variants=attempts,
@@ -583,48 +542,35 @@ def test_rows_below_one_are_listed_with_their_bottleneck() -> None:
 
     sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
     result = summarise([row(8192, 11.0), row(128, 9.0)], sources)
-    assert result["least_roofline_share_at_8192"] == 0.6
+    low_us = overhead().low_us
     assert result["misses"] == [
         {
             "target": "no case below 1.0x",
             "row": "m TP1 T=128 uniform",
-            "corner": "in-order",
             "layout": "packed",
-            "value": 0.9,
+            "value": pytest.approx((9.0 + low_us) / (10.0 + low_us)),
             "bottleneck": "dma busy 99%",
         },
     ]
 
 
 @pytest.mark.long
-def test_one_run_gives_both_corners_and_every_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_gives_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vendor = FakeVendor(monkeypatch, {"shard_on_block B=256": SLOW_US / 4})
     path = tmp_path / "rows.json"
     arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
     arguments += ["--library", str(tmp_path), "--json", str(path)]
     assert bench_prefill.main(arguments) == 0
     result = json.loads(path.read_text())
-    rows = {(row["layout"], row["corner"]): row for row in result["rows"]}
-    assert list(rows) == [
-        ("plain", "vendor"),
-        ("plain", "in-order"),
-        ("packed", "vendor"),
-        ("packed", "in-order"),
-    ]
-    for layout in ("plain", "packed"):
-        lists_us = 7.0 + 0.256
-        assert rows[layout, "in-order"]["vendor_us"] == SLOW_US / 4 + lists_us
-        assert rows[layout, "in-order"]["vendor_given_us"] == SLOW_US / 4
-        assert rows[layout, "vendor"]["vendor_us"] == SLOW_US / 8 + lists_us
-        assert rows[layout, "vendor"]["ours_us"] != rows[layout, "in-order"]["ours_us"]
+    assert [row["layout"] for row in result["rows"]] == ["plain", "packed"]
+    for row in result["rows"]:
+        assert row["theirs"]["us"] == pytest.approx(SLOW_US / 4 + 7.0 + 0.256 + OWN_US)
+        assert row["theirs_given"]["us"] == SLOW_US / 4 + OWN_US
+        assert row["ours"]["low_us"] < row["ours"]["us"] < row["ours"]["high_us"]
     assert len(vendor.asked) == len(set(vendor.asked))
-    assert [(one["corner"], one["rows"]) for one in result["by_corner"]] == [
-        ("vendor", 1),
-        ("vendor", 1),
-        ("in-order", 1),
-        ("in-order", 1),
+    assert [(one["layout"], one["rows"]) for one in result["by_layout"]] == [
+        ("plain", 1),
+        ("packed", 1),
     ]
 
 
@@ -640,11 +586,22 @@ def test_a_run_in_pieces_is_the_run_in_one(tmp_path: Path, monkeypatch: pytest.M
     assert resumed["rows"] == run_command(whole, *library)["rows"]
 
 
-def test_a_result_without_corners_is_in_order_and_packed() -> None:
-    sources = bench_prefill.Sources.now(TRN2, None, ())
-    rows = read(RESULTS / "prefill_trn2.json", sources, "--resume")
-    assert {row.corner for row in rows} >= {"in-order"}
-    assert {row.layout for row in rows} >= {"packed"}
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    row = compared(
+        Row(
+            model="m",
+            tp=1,
+            T=8,
+            routing="uniform",
+            ours=exactly(50.0),
+            roofline_us=20.0,
+            vendor_variants=[ran("moe_tkg selective", 92.0)],
+            vendor_index=INDEX,
+        )
+    )
+    sources, path = bench_prefill.Sources.now(TRN2, None, ()), tmp_path / "rows.json"
+    path.write_text(json.dumps(summarise([row], sources)))
+    assert read(path, sources, "--resume") == [row]
 
 
 @pytest.mark.parametrize(

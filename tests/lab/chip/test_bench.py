@@ -29,12 +29,10 @@ def test_a_table_has_times_of_the_device(
     assert main([*argv, "--json", str(path)]) == 0
     content = json.loads(path.read_text())
     assert (content["kind"], content["device"]) == ("simulated", "sim:2")
-    assert {row["corner"] for row in content["rows"]} == {"measured"}
-    table = capsys.readouterr().out.split("\n{")[0]
-    assert "  device  " in table
-    assert "in-order" not in table
+    assert "ours and vendor simulated" in capsys.readouterr().out
     for row in content["rows"]:
-        assert row["hbm_bound_us"] / 2 < row["ours_us"] < 200.0
+        assert row["hbm_bound_us"] / 2 < row["ours"]["us"] < 200.0
+        assert row["ours"]["low_us"] == row["ours"]["us"] == row["ours"]["high_us"]
         assert row["ours_mode"]
 
 
@@ -58,15 +56,14 @@ def test_rows_are_those_of_the_benchmark(
     monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
     device, usual = tmp_path / "device.json", tmp_path / "usual.json"
     assert main([bench, "--against", "sim:2", *ONE_OF[bench], "--json", str(device)]) == 0
-    corner = ["--corner", "in-order"]
-    assert BENCHES[bench]([*ONE_OF[bench], *corner, "--json", str(usual)]) == 0
+    assert BENCHES[bench]([*ONE_OF[bench], "--json", str(usual)]) == 0
     (found,), (known,) = rows_of(device), rows_of(usual)
     assert found.keys() == known.keys()
-    timed = {"corner", "bottleneck", *(name for name in known if "ours" in name or "share" in name)}
+    timed = {"bottleneck", *(name for name in known if "ours" in name or "share" in name)}
     for name in known.keys() - timed:
         assert found[name] == known[name], name
-    assert 0.5 < found["ours_us"] / known["ours_us"] < 2.0
-    assert found["ours_us"] != known["ours_us"]
+    assert 0.4 < found["ours"]["us"] / known["ours"]["us"] < 2.0
+    assert found["ours"] != known["ours"]
 
 
 @needs_library
@@ -78,13 +75,13 @@ def test_the_vendors_kernels_are_launched_beside_ours(bench: str, tmp_path: Path
     library = ["--library", os.environ[LIBRARY_VARIABLE]]
     assert main([bench, "--against", "sim:2", *ONE_OF[bench], *library, "--json", str(path)]) == 0
     (row,) = rows_of(path)
-    assert row["vendor_us"] > row["ours_us"] > 0
-    assert row["speedup"] == pytest.approx(row["vendor_us"] / row["ours_us"])
+    assert row["theirs"]["us"] > row["ours"]["us"] > 0
+    assert row["ratio"]["likely"] == pytest.approx(row["theirs"]["us"] / row["ours"]["us"])
 
 
 def test_options_of_simulated_times_are_refused() -> None:
-    with pytest.raises(ValueError, match="--corner: is of simulated times"):
-        main(["prefill", "--against", "sim:1", "--corner", "vendor"])
+    with pytest.raises(ValueError, match="--hardware: is of simulated times"):
+        main(["prefill", "--against", "sim:1", "--hardware", "measured.json"])
     with pytest.raises(ValueError, match="--jobs: one process"):
         main(["prefill", "--against", "sim:1", "--jobs", "2"])
 

@@ -92,7 +92,7 @@ def test_the_page_can_be_walked(tmp_path: Path) -> None:
     (compiled,) = json.loads((tmp_path / "compiled.json").read_text())["rows"]
     assert (compiled["compiled"], compiled["dump"]["unknown"]) == (True, {})
     assert compiled["us"] > 0
-    assert set(compiled["corners"]) == {"vendor", "in-order"}
+    assert set(compiled["estimate"]) == {"low_us", "us", "high_us"}
     assert (tmp_path / "compiled" / "decode-4" / "0-decode_layer" / "timeline.json").is_file()
     (checked,) = json.loads((tmp_path / "chip_check.json").read_text())["rows"]
     assert checked["outcome"] == "works"
@@ -109,4 +109,4 @@ def test_a_kernel_that_does_not_compile_keeps_the_compilers_words(tmp_path: Path
     assert (row["compiled"], row["us"]) == (False, None)
     assert row["why"].startswith("RuntimeError: NCC_STUB001: planted while neff")
     assert "NCC_STUB001" in (Path(tmp_path / row["folder"]) / "compiler.log").read_text()
-    assert row["corners"]["in-order"] > 0
+    assert row["estimate"]["us"] > 0

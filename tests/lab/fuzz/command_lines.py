@@ -33,7 +33,7 @@ class Command:
     spoilt: tuple[str, ...] = ()
 
 
-COMPARISON = ("--corner", "--layout", "--library", "--only", "--json", "--vendor-from")
+COMPARISON = ("--layout", "--library", "--only", "--json", "--vendor-from")
 CASES = ("--cases", "--status", "--match", "--json")
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("generate",): Command(

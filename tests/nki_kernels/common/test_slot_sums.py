@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.timing.timelines import corner_timelines
 from nki_kernels.combine import CombineDims, combine
 from nki_kernels.common.slot_sums import sum_ns
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.language import api as nl
-from nki_sim.time.schedule_model import CORNERS
 
 OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
 CASES = {  # T, K, H, P, share of choices with an expert
@@ -38,5 +36,4 @@ def test_the_estimate_is_about_the_simulated_time(name: str) -> None:
     )
     spread = np.bincount(is_here.sum(1), minlength=K + 1).tolist()
     estimated_ns = sum_ns(spread, K, H, P, 2)
-    for _, timeline in corner_timelines(run, CORNERS):
-        assert timeline.total_ns / CLOSE <= estimated_ns <= timeline.total_ns * CLOSE
+    assert run.timeline.total_ns / CLOSE <= estimated_ns <= run.timeline.total_ns * CLOSE

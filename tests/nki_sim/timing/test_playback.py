@@ -8,6 +8,7 @@ import pytest
 
 from nki_sim.hardware import TRN2
 from nki_sim.time.placement import Ring
+from nki_sim.time.schedule_model import ScheduleModel
 from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
 from nki_sim.trace import (
     ALL,
@@ -325,7 +326,8 @@ def test_a_dynamic_loop_costs_every_engine_its_iteration(builder: Any) -> None:
     for _ in range(3):
         builder.emit("loop_iteration", ALL, ControlFacts("loop_iteration"), [], [])
     last = builder.compute("iota", builder.tile(8), engine=GPSIMD)
-    timeline = schedule(builder.trace)
+    free = TimelineOptions(model=ScheduleModel(loop_edge="free"))
+    timeline = schedule(builder.trace, options=free)
     engine_ns = (150 + 8) / 1.2
     assert start(timeline, last) == pytest.approx(engine_ns + 3 * TRN2.loop_iteration_ns)
 

@@ -6,23 +6,20 @@ from typing import Any
 
 import pytest
 
-from nki_sim.hardware import TRN2
+from nki_sim.hardware import TRN2, Hardware
 from nki_sim.time.reorder import play
-from nki_sim.time.schedule_model import (
-    COMPILER_WINDOW,
-    CORNERS,
-    IN_ORDER,
-    VENDOR,
-    ScheduleModel,
-    find_corner,
-)
-from nki_sim.time.timeline import Timeline, TimelineOptions, schedule, schedule_corners
+from nki_sim.time.schedule_model import COMPILER_WINDOW, LIKELY, ScheduleModel
+from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
 from nki_sim.trace import ALL, DMA, GPSIMD, SCALAR, VECTOR, ControlFacts, SyncFacts
 from tests.nki_sim.timing.random_traces import RandomTrace
 
 Make = Callable[..., Any]
 WINDOWS = (1, 2, 7, COMPILER_WINDOW)
 SEEDS = range(8)
+MODELS = (LIKELY, ScheduleModel(order="list"))
+
+
+OVERLAPPING = dataclasses.replace(TRN2, vector_overlaps_independent=1)
 
 
 def played(trace: Any, chip: Any = TRN2, clock_ramp: bool = True, **model: Any) -> Timeline:
@@ -37,12 +34,12 @@ def times(timeline: Timeline) -> tuple[list[float], ...]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("chip", [TRN2, OVERLAPPING], ids=["", "overlap"])
 def test_no_dependency_is_violated(
-    make_builder: Make, seed: int, window: int, overlaps: bool
+    make_builder: Make, seed: int, window: int, chip: Hardware
 ) -> None:
     random = RandomTrace(make_builder, seed)
-    run = played(random.trace, order="list", window=window, vector_overlaps=overlaps).result
+    run = played(random.trace, chip, order="list", window=window).result
     queue = run.graph.queue
     for before, after, kind in random.waits():
         if queue[before] != queue[after]:
@@ -93,15 +90,15 @@ def test_a_window_of_one_is_in_order(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("chip", [TRN2, OVERLAPPING], ids=["", "overlap"])
 def test_the_greed_of_the_window_bounds_the_loss(
-    make_builder: Make, seed: int, window: int, overlaps: bool
+    make_builder: Make, seed: int, window: int, chip: Hardware
 ) -> None:
     """Each node of a chain loses at most the longest occupancy among the W - 1 behind it."""
     trace = RandomTrace(make_builder, seed, kinds="compute").trace
-    chip = dataclasses.replace(TRN2, table_load_ns=0.0)
-    in_order = played(trace, chip, vector_overlaps=overlaps).result
-    listed = played(trace, chip, order="list", window=window, vector_overlaps=overlaps).result
+    chip = dataclasses.replace(chip, table_load_ns=0.0)
+    in_order = played(trace, chip).result
+    listed = played(trace, chip, order="list", window=window).result
     graph = listed.graph
     lost = [0.0] * len(graph.instruction)
     greed = dict[int, float]()
@@ -135,7 +132,7 @@ def test_a_whole_run_loses_at_most_one_time_per_queue(make_builder: Make, seed: 
     assert played(trace, order="list").total_ns <= bound
 
 
-@pytest.mark.parametrize("model", [IN_ORDER, VENDOR], ids=["in order", "vendor"])
+@pytest.mark.parametrize("model", MODELS, ids=["in order", "list"])
 @pytest.mark.parametrize("nodes", [1, 20])
 def test_the_first_nodes_of_a_run_have_the_times_of_the_whole(
     make_builder: Make, model: ScheduleModel, nodes: int
@@ -148,10 +145,10 @@ def test_the_first_nodes_of_a_run_have_the_times_of_the_whole(
     assert 0.0 <= part.total_ns < whole.total_ns
 
 
-@pytest.mark.parametrize("corner", list(CORNERS))
-def test_the_same_trace_takes_the_same_time(make_builder: Make, corner: str) -> None:
+@pytest.mark.parametrize("model", MODELS, ids=["in order", "list"])
+def test_the_same_trace_takes_the_same_time(make_builder: Make, model: ScheduleModel) -> None:
     trace = RandomTrace(make_builder, 3, cores=2).trace
-    options = TimelineOptions(model=find_corner(corner))
+    options = TimelineOptions(model=model)
     assert times(schedule(trace, TRN2, options)) == times(schedule(trace, TRN2, options))
 
 
@@ -245,24 +242,6 @@ def test_the_edge_of_a_loop_is_free_or_a_barrier_or_drains(make_builder: Make) -
     assert second["drain"] >= runs["drain"].visible[4]
 
 
-def test_the_corners_are_what_they_are_called() -> None:
-    assert find_corner("in-order") == IN_ORDER == ScheduleModel()
-    assert VENDOR.order == "list"
-    assert VENDOR.on(TRN2).vector_overlaps_independent == 1
-    assert IN_ORDER.on(TRN2) is TRN2
-    with pytest.raises(ValueError, match=r"corner='best': unknown\. Use one of vendor, in-order"):
-        find_corner("best")
-
-
 def test_a_window_holds_at_least_one_instruction() -> None:
     with pytest.raises(ValueError, match=r"window=0: must be positive"):
         ScheduleModel(window=0)
-
-
-def test_one_trace_is_timed_in_both_corners_at_once(make_builder: Make) -> None:
-    trace = RandomTrace(make_builder, 5).trace
-    corners = schedule_corners(trace)
-    assert set(corners) == set(CORNERS)
-    assert times(corners["in-order"]) == times(schedule(trace))
-    assert corners["vendor"].options.model == VENDOR
-    assert corners["vendor"].chip.vector_overlaps_independent == 1

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from lab.bench.comparison.knobs import Knobs
 from nki_sim.hardware import SWITCHES, TRN2, TRN3
-from nki_sim.time.schedule_model import VENDOR
+from nki_sim.time.schedule_model import COMPILER_WINDOW, ScheduleModel
 from nki_sim.time.sensitivity import (
     FIXED,
     GROUPS,
@@ -19,7 +18,7 @@ from nki_sim.time.sensitivity import (
     with_factors_ns,
 )
 from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
-from nki_sim.trace import DMA, GPSIMD, SyncFacts
+from nki_sim.trace import GPSIMD
 
 Make = Callable[..., Any]
 
@@ -106,60 +105,6 @@ def test_runs_on_different_chips_are_not_compared(make_builder: Make) -> None:
         compare(one, other)
 
 
-def with_exchange(make: Make, work: int) -> Timeline:
-    """An exchange between two cores, and some work of Vector."""
-    one = make()
-    two = make(trace=one.trace, core=1)
-    facts = SyncFacts("sendrecv", ("k",), 2, 1024, 128, "dma")
-    for core in (one, two):
-        core.emit("sendrecv", DMA, facts, [], [])
-    for _ in range(work):
-        one.compute("max8", one.tile(512, "float32"), one.tile(512, "float32"))
-    return schedule(one.trace)
-
-
-def test_the_spread_holds_every_knob_alone_and_all_that_matter_together(make_builder: Make) -> None:
-    ours, theirs = with_exchange(make_builder, 3), in_tiles(make_builder, 4)
-    low, high = Knobs(ours).spread(Knobs(theirs))
-    own, other = alone_ns(ours), alone_ns(theirs)
-    alone = [
-        other.get(turned, theirs.total_ns) / own.get(turned, ours.total_ns)
-        for turned in {**own, **other}
-    ]
-    assert low.ratio < min(alone) < theirs.total_ns / ours.total_ns < max(alone) < high.ratio
-    assert {"exchange", "DMA ends"} <= set(low.factors)
-    for one in (low, high):
-        assert one.ours_ns == with_factors_ns(ours, one.factors)
-        assert one.theirs_ns == with_factors_ns(theirs, one.factors)
-
-
-def test_launches_one_after_the_other_are_turned_together(make_builder: Make) -> None:
-    ours, first, second = (
-        with_exchange(make_builder, 3),
-        in_tiles(make_builder, 4),
-        on_vector(make_builder, 12),
-    )
-    both = Knobs(first, second)
-    assert both.total_ns({}) == first.total_ns + second.total_ns
-    turned = {"DMA ends": 2.0}
-    assert both.total_ns(turned) == sum(with_factors_ns(run, turned) for run in (first, second))
-    each = [Knobs(run).estimated_ns({}, "Vector", 0.5) for run in (first, second)]
-    assert both.estimated_ns({}, "Vector", 0.5) == pytest.approx(sum(each))
-    low, high = Knobs(ours).spread(both)
-    assert low.ratio < both.total_ns({}) / ours.total_ns < high.ratio
-    assert low.theirs_ns == both.total_ns(low.factors)
-
-
-def test_a_knob_that_moves_neither_run_stays_as_it_is(make_builder: Make) -> None:
-    run = in_tiles(make_builder, 4)
-    knobs = Knobs(run)
-    assert knobs.estimated_ns({}, "exchange", 2.0) == pytest.approx(run.total_ns)
-    assert ("exchange", 2.0) not in alone_ns(run)
-    assert ("DMA runs", 2.0) in alone_ns(run)
-    assert knobs.spread(knobs).low.factors == {}
-    assert "nothing changed" in knobs.spread(knobs).low.text()
-
-
 def test_measured_numbers_move_with_their_group(make_builder: Make) -> None:
     run = in_tiles(make_builder, 4)
     changed, _ = with_factors(run, {"DMA runs": 2.0})
@@ -170,9 +115,9 @@ def test_measured_numbers_move_with_their_group(make_builder: Make) -> None:
 
 def test_the_window_of_the_compiler_is_a_knob(make_builder: Make) -> None:
     trace = in_tiles(make_builder, 4).trace
-    run = schedule(trace, options=TimelineOptions(model=VENDOR))
+    run = schedule(trace, options=TimelineOptions(model=ScheduleModel(order="list")))
     _, options = with_factors(run, {WINDOW: 0.5})
-    assert options.model.window == VENDOR.window // 2
+    assert options.model.window == COMPILER_WINDOW // 2
     assert {(WINDOW, 0.5), (WINDOW, 2.0)} <= set(alone_ns(run))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 
-from tests.repo.published.results import CORNERS, MODELS, Row, result, rows, span, table
+from tests.repo.published.results import MODELS, Row, result, rows, span, table
 
 KERNELS = {"decode": "decode of 1 to 128 tokens", "prefill": "prefill of 128 to 8,192 tokens"}
 LAYOUTS = {"plain": "as in the checkpoint", "packed": "packed at load time"}
@@ -23,7 +23,6 @@ def tables() -> dict[str, str]:
         "prefill-by-model": _by_model("prefill_trn2", "T", PREFILL_SIZES, **PLAIN),
         "shares": _shares(),
         "narrow": _narrow(),
-        "mx": _mx(),
         **{section: _measured(section) for section in sections},
     }
 
@@ -44,29 +43,24 @@ def _headlines() -> str:
 
 
 def _speedups(name: str) -> tuple[str, str, str]:
-    both = [_figures(name, corner, "plain") for corner in CORNERS]
-    least = min(each["least_speedup"] for each in both)
-    most = max(each["largest_speedup"] for each in both)
-    means = span((each["geometric_mean_speedup"] for each in both), "{:.1f}")
-    ends = f"{least:.2f} to {most:.1f} x in {both[0]['rows']} cases"
-    if ranges := [each for each in both if "least_low" in each]:
-        worst, tried = min((each["least_low"], each["rows_with_range"]) for each in ranges)
-        of = "" if tried == both[0]["rows"] else f" (tried in {tried})"
-        ends += f"; {worst:.2f} x if the clock is off twofold{of}"
-    return f"{means} x as fast", ends, SIMULATED
+    found = _figures(f"{name}_trn2", "plain")
+    ends = f"{found['least_low']:.2f} to {found['largest_high']:.1f} x in {found['rows']} cases"
+    means = f"{found['geometric_mean']:.1f} x as fast, {found['geometric_mean_low']:.1f} x at worst"
+    return means, ends, SIMULATED
 
 
 def _layers(tokens: int) -> tuple[str, str, str]:
-    found = [_layer_speedups(tokens, corner) for corner in CORNERS]
+    """Return what two clocks of an older simulator said."""
+    found = [_layer_speedups(tokens, clock) for clock in ("vendor", "in-order")]
     means = span(map(geometric_mean, found), "{:.1f}")
     least, most = min(map(min, found)), max(map(max, found))
     ends = f"{least:.2f} to {most:.1f} x in {len(found[0])} cases"
     return f"{means} x as fast", ends, SIMULATED
 
 
-def _layer_speedups(tokens: int, corner: str, *, is_apart: bool = False) -> list[float]:
-    """Return the speed-ups of layers; those for which only the slowest of theirs fits are apart."""
-    found = rows("layer_trn2", phase="prefill", T=tokens, corner=corner, only_slowest_fits=is_apart)
+def _layer_speedups(tokens: int, clock: str) -> list[float]:
+    """Return the speed-ups of layers, but those for which only the slowest of theirs fits."""
+    found = rows("layer_trn2", phase="prefill", T=tokens, corner=clock, only_slowest_fits=False)
     return [row["vendor_us"] / row["layer_us"] for row in found if row["vendor_us"]]
 
 
@@ -81,41 +75,29 @@ def _headline(name: str) -> tuple[str, str, str]:
     return row["result"], row["range"], f"{row['kind']}, {row['machine']}"
 
 
-def _figures(name: str, corner: str, layout: str, key: str = "by_corner") -> Row:
-    (found,) = (
-        one
-        for one in result(f"{name}_trn2")[key]
-        if (one["corner"], one["layout"]) == (corner, layout)
-    )
+def _figures(name: str, layout: str, key: str = "by_layout") -> Row:
+    (found,) = (one for one in result(name)[key] if one["layout"] == layout)
     return dict(found)
 
 
 def _beside() -> str:
-    """Return the speed-ups over all cases, by kernel and layout of our weights."""
+    """Return the ratios over all cases, by kernel and layout of our weights."""
+    asked = [
+        (f"{what}, weights {told}", f"{name}_trn2", layout, "by_layout")
+        for name, what in KERNELS.items()
+        for layout, told in LAYOUTS.items()
+    ]
+    asked += [
+        (f"the same, lists given, weights {told}", "prefill_trn2", layout, "by_layout_given")
+        for layout, told in LAYOUTS.items()
+    ]
     lines = []
-    for name, what in KERNELS.items():
-        for layout, told in LAYOUTS.items():
-            both = [_figures(name, corner, layout) for corner in CORNERS]
-            cells = [_mean_and_span(each) for each in both]
-            lines.append([f"{what}, weights {told}", str(both[0]["rows"]), *cells])
-    for layout, told in LAYOUTS.items():
-        both = [_figures("prefill", corner, layout, "by_corner_given") for corner in CORNERS]
-        cells = [_mean_and_span(each) for each in both]
-        lines.append([f"the same, lists given, weights {told}", str(both[0]["rows"]), *cells])
-    for is_apart, told in ((False, ""), (True, ", where only their slowest kernel fits")):
-        for tokens in PREFILL_SIZES:
-            found = [_layer_speedups(tokens, corner, is_apart=is_apart) for corner in CORNERS]
-            if not all(found):
-                continue
-            cells = [f"{geometric_mean(each):.2f} ({span(each)})" for each in found]
-            what = f"whole layer, prefill of {tokens:,} tokens{told}"
-            lines.append([what, str(len(found[0])), *cells])
-    return table(("step", "cases", "reordering clock", "source-order clock"), lines)
-
-
-def _mean_and_span(figures: Row) -> str:
-    ends = (figures["least_speedup"], figures["largest_speedup"])
-    return f"{figures['geometric_mean_speedup']:.2f} ({span(ends)})"
+    for what, *where in asked:
+        found = _figures(*where)
+        likely = f"{found['geometric_mean']:.2f} ({span((found['least'], found['largest']))})"
+        worst = f"{found['geometric_mean_low']:.2f} ({found['least_low']:.2f})"
+        lines.append((what, str(found["rows"]), likely, worst, str(found["rows_below_1_at_low"])))
+    return table(("step", "cases", "likely", "at worst", "below 1 at worst"), lines)
 
 
 def _by_model(name: str, axis: str, sizes: Iterable[int], **where: str) -> str:
@@ -123,59 +105,40 @@ def _by_model(name: str, axis: str, sizes: Iterable[int], **where: str) -> str:
     lines = [
         (title, *(_both_sides(rows(name, model=model, **where, **{axis: T})) for T in sizes))
         for model, title in MODELS.items()
+        if rows(name, model=model, **where)
     ]
     return table(("model", *(f"{T:,}" for T in sizes)), lines)
 
 
 def _both_sides(found: Sequence[Row]) -> str:
-    """Return our time, theirs and the ratio, over both clock models."""
-    ours, theirs = (
-        span((row[side] for row in found), "{:,.0f}") for side in ("ours_us", "vendor_us")
-    )
-    return f"{ours}; {theirs} ({span(row['speedup'] for row in found)})"
+    """Return our likely time, theirs, the ratio and its range."""
+    if not found or found[0]["ratio"] is None:
+        return "-"
+    ((ours, theirs, ratio),) = ((row["ours"], row["theirs"], row["ratio"]) for row in found)
+    ends = span((ratio["low"], ratio["high"]))
+    return f"{ours['us']:,.0f}; {theirs['us']:,.0f} ({ratio['likely']:.2f} [{ends}])"
 
 
 def _shares() -> str:
     """Return the shares of the bounds: roofline in prefill, HBM in decode from 16 tokens."""
-    prefill = [
-        [
-            row["roofline_share"]
-            for row in rows("prefill_trn2", T=8192, layout="packed", corner=corner)
-        ]
-        for corner in CORNERS
-    ]
-    lines = [("experts, prefill of 8,192 tokens, roofline", *map(_percent, prefill))]
+    prefill = [row["roofline_share"] for row in rows("prefill_trn2", T=8192, layout="packed")]
+    lines = [("experts, prefill of 8,192 tokens, roofline", _percent(prefill))]
     steps = {"decode_moe": "experts", "decode_block": "norm, router and experts"}
     for kernel, what in steps.items():
         found = rows("decode_trn2", kernel=kernel, format="bf16", layout="packed")
-        cells = [
-            _percent(r["bound_share"] for r in found if r["B"] >= 16 and r["corner"] == corner)
-            for corner in CORNERS
-        ]
-        lines.append((f"{what}, decode of 16 to 128 tokens, HBM", *cells))
-    return table(("step and bound", "reordering clock", "source-order clock"), lines)
+        shares = [row["bound_share"] for row in found if row["B"] >= 16]
+        lines.append((f"{what}, decode of 16 to 128 tokens, HBM", _percent(shares)))
+    return table(("step and bound", "share"), lines)
 
 
 def _narrow() -> str:
-    lines = []
-    for corner, name in zip(CORNERS, ("reordering", "source order"), strict=True):
-        found = rows("decode_trn2", corner=corner, layout="packed", format="fp8")
-        gains = [row["fp8_gain"] for row in found if row["is_weight_bound"]]
-        enough = sum(gain >= 1.6 for gain in gains)
-        lines.append((name, str(len(gains)), f"{span(gains)} x", str(enough)))
+    found = rows("decode_trn2", layout="packed", format="fp8")
+    gains = [row["fp8_gain"] for row in found if row["is_weight_bound"]]
+    enough = str(sum(gain >= 1.6 for gain in gains))
     return table(
-        ("clock", "cases bound by weights", "times as fast", "of these 1.6 or more"), lines
+        ("cases bound by weights", "times as fast", "of these 1.6 or more"),
+        [(str(len(gains)), f"{span(gains)} x", enough)],
     )
-
-
-def _mx() -> str:
-    found = result("mx_decode_trn3")
-    lines = []
-    for corner, name in zip(CORNERS, ("reordering", "source order"), strict=True):
-        of = found["by_corner"][corner]
-        cells = (str(of["compared"]), f"{of['geometric_mean']:.2f}", f"{of['least']:.2f}")
-        lines.append((name, *cells))
-    return table(("clock", "cases", "times as fast, geometric mean", "least"), lines)
 
 
 def _measured(section: str) -> str:

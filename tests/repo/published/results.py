@@ -10,7 +10,6 @@ from tests.repo.source import ROOT
 
 Row = Mapping[str, Any]
 RESULTS = ROOT / "docs" / "results"
-CORNERS = ("vendor", "in-order")  # clock models: one reorders, one keeps the order of the source
 MODELS = {  # of the kernel benchmarks
     "gpt-oss-120b": "GPT-OSS-120B TP8",
     "gpt-oss-20b": "GPT-OSS-20B TP8",
@@ -45,3 +44,8 @@ def span(values: Iterable[float], form: str = "{:.2f}") -> str:
     """Return the least and the largest value with a dash between, or one where they print alike."""
     found = list(values)
     return "-".join(dict.fromkeys(form.format(each) for each in (min(found), max(found))))
+
+
+def ranged(time: Mapping[str, float]) -> str:
+    """Return a likely time and its range in whole microseconds."""
+    return f"{time['us']:,.0f} [{span((time['low_us'], time['high_us']), '{:,.0f}')}]"

@@ -45,6 +45,6 @@ def test_commands_targets_options_values_and_models_are_offered(file: Path) -> N
     assert offered(file, "neuron-moe bench ") >= set(bench.MENU.entries)
     assert offered(file, "neuron-moe completion ") >= {"bash", "zsh"}
     assert offered(file, "neuron-moe tune --wei") == {"--weights"}
-    assert offered(file, "neuron-moe bench prefill --corner ") == {"vendor", "in-order"}
+    assert offered(file, "neuron-moe bench prefill --layout ") == {"plain", "packed"}
     assert offered(file, "neuron-moe inspect --model ") >= set(config_names())
     assert offered(file, "neuron-moe tune --out n") == {"neuron-moe"}

@@ -30,7 +30,7 @@ def condensed(value: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rows", [RECORDS, RECORDS[:2], [], [1, 2]])
 def test_every_value_comes_back(rows: list[Any]) -> None:
-    result = {"kind": "simulated", "rows": rows, "by_corner": {"vendor": 1.5}}
+    result = {"kind": "simulated", "rows": rows, "by_layout": {"plain": 1.5}}
     assert condensed(result) == result
 
 
