@@ -136,9 +136,10 @@ class Layer:
 class VendorSide:
     """The chains of one layer, as tasks: what they have in common, then one after the other.
 
-    Those with the smallest bound come first; one whose bound exceeds the fastest time so far is
-    left out, and so are the dynamic kernel where it ran with a known number of blocks, since it
-    runs the same blocks and a loop besides, and moe_tkg where moe_block_tkg ran.
+    Those with the smallest bound come first. Left out are those whose bound exceeds the fastest
+    time so far; blocks larger than need be for the tokens of any expert; the dynamic kernel where
+    it ran with a known number of blocks, since it runs the same blocks and a loop besides; and
+    moe_tkg where moe_block_tkg ran.
 
     Args:
         library: the user's checkout.
@@ -180,7 +181,7 @@ class VendorSide:
             return None
         if self._around is None:
             self._running.add(AROUND)
-            seconds = 5.0 + 0.001 * self._layer.num_tokens
+            seconds = 1.0 + self._layer.num_tokens / 4096
             return Task(AROUND, seconds, partial(around, self._library, self._layer))
         for name in list(self._waiting):
             if f"{name} known" in self._running:
@@ -212,7 +213,7 @@ class VendorSide:
     def _seconds(self, name: str) -> float:
         model, index_TK = self._layer.model, self._layer.index_TK
         like = self._variants.get(name, Variant("moe_tkg", 0, name.split()[-1]))
-        return seconds_of(model, index_TK, like)
+        return 0.3 * seconds_of(model, index_TK, like)
 
     def _others(self, name: str) -> list[str]:
         """Return the launches of a chain beside that of the experts."""
@@ -236,6 +237,8 @@ class VendorSide:
             why := variant.why_not(self._layer.model, self._layer.num_tokens)
         ):
             return why
+        if variant is not None and self._fits_smaller(variant):
+            return "the tokens of any expert fit a smaller block"
         others = [self._around[each] for each in self._others(name)]
         for each in others:
             if isinstance(each, str):
@@ -245,6 +248,14 @@ class VendorSide:
         bound = self._bound_us(name) + sum(each.us for each in others if not isinstance(each, str))
         best = min(ran.values(), default=float("inf"))
         return f"needs {bound:.0f} us at least, another takes {best:.0f} us" if bound > best else ""
+
+    def _fits_smaller(self, variant: Variant) -> bool:
+        """Whether its kernel takes a smaller block, which holds the tokens of any expert."""
+        sizes = [v.block_size for v in self._variants.values() if v.kernel == variant.kernel]
+        smaller = [size for size in sizes if size < variant.block_size]
+        held = self._layer.index_TK < self._layer.model.E
+        counts = np.bincount(self._layer.index_TK[held], minlength=1)
+        return max(smaller, default=0) >= counts.max()
 
     def _run(self, name: str) -> Chain:
         """Simulate a chain."""

@@ -119,14 +119,14 @@ class Case:
         """The seconds of what still waits, about (measured on one machine)."""
         if self._side is not None:
             return self._side.size
-        sides = 1 if self._library is None else 8
+        sides = 1 if self._library is None else 10
         return sides * self._seconds if self._waits else 0.0
 
     @property
     def _seconds(self) -> float:
-        """The seconds of ours: experts that are cut in many parts take long."""
-        tiles = 4.0 + self.row.T / 1024 * min(8.0, 64 / self.row.ep)
-        return tiles * (2.0 if self.row.model == "deepseek_v3" else 1.0)
+        """The seconds of ours."""
+        wide = 4.0 if self.row.model == "deepseek_v3" else 1.0
+        return 2.0 + wide * self.row.T / 2048
 
     def next_task(self) -> Task | None:
         """Hand out ours, and then the vendor's."""

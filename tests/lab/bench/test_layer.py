@@ -208,8 +208,22 @@ def test_what_cannot_be_the_fastest_is_left_out(monkeypatch: pytest.MonkeyPatch)
     fake = FakeLaunches(monkeypatch, {"shard_on_i_hybrid B=256 known": 1.0})
     found = fake.chains("prefill", 1024)
     assert "runs the blocks of" in found["shard_on_i_hybrid B=256"].why
-    assert "us at least, another takes 35 us" in found["shard_on_h B=1024"].why
-    assert "shard_on_h B=1024" not in fake.asked
+    assert "us at least, another takes 35 us" in found["shard_on_h B=512"].why
+    assert "shard_on_h B=512" not in fake.asked
+
+
+def test_no_block_is_larger_than_it_need_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLaunches(
+        monkeypatch, {"shard_on_h B=128": 9e4, "shard_on_i_hybrid B=256 known": 9e4}
+    )
+    found = fake.chains("prefill", 256)
+    sizes = {(name.split()[0], name.split()[1]) for name in fake.asked}
+    assert sizes == {
+        ("shard_on_h", "B=128"),
+        ("shard_on_block", "B=128"),
+        ("shard_on_i_hybrid", "B=256"),
+    }
+    assert found["shard_on_h B=256"].why == "the tokens of any expert fit a smaller block"
 
 
 def test_decode_is_one_launch_where_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Tables of README and docs/benchmarks.md, and of docs/results/README.md by model."""
 
 from collections.abc import Iterable, Sequence
-from statistics import geometric_mean
 
 from tests.repo.published.results import CORNERS, MODELS, Row, result, rows, span, table
 
@@ -33,7 +32,6 @@ def _headlines() -> str:
     lines = [
         ("decode step of 1 to 128 tokens, beside nki-library", *_speedups("decode")),
         ("prefill of 128 to 8,192 tokens, beside nki-library", *_speedups("prefill")),
-        ("whole layer with router, prefill of 1,024, beside theirs", *_layers(1024)),
         ("prefill of 8,192 tokens: share of the chip's peak", *_roofline()),
         ("layer on a CPU, beside transformers", *_headline("layer on a CPU")),
         ("outputs equal to those of NxD's MoE", *_headline("NxD")),
@@ -54,20 +52,6 @@ def _speedups(name: str) -> tuple[str, str, str]:
         of = "" if tried == both[0]["rows"] else f" (tried in {tried})"
         ends += f"; {worst:.2f} x if the clock is off twofold{of}"
     return f"{means} x as fast", ends, SIMULATED
-
-
-def _layers(tokens: int) -> tuple[str, str, str]:
-    found = [_layer_speedups(tokens, corner) for corner in CORNERS]
-    means = span(map(geometric_mean, found), "{:.1f}")
-    least, most = min(map(min, found)), max(map(max, found))
-    ends = f"{least:.2f} to {most:.1f} x in {len(found[0])} cases"
-    return f"{means} x as fast", ends, SIMULATED
-
-
-def _layer_speedups(tokens: int, corner: str, *, is_apart: bool = False) -> list[float]:
-    """Return the speed-ups of layers; those for which only the slowest of theirs fits are apart."""
-    found = rows("layer_trn2", phase="prefill", T=tokens, corner=corner, only_slowest_fits=is_apart)
-    return [row["vendor_us"] / row["layer_us"] for row in found if row["vendor_us"]]
 
 
 def _roofline() -> tuple[str, str, str]:
@@ -102,14 +86,6 @@ def _beside() -> str:
         both = [_figures("prefill", corner, layout, "by_corner_given") for corner in CORNERS]
         cells = [_mean_and_span(each) for each in both]
         lines.append([f"the same, lists given, weights {told}", str(both[0]["rows"]), *cells])
-    for is_apart, told in ((False, ""), (True, ", where only their slowest kernel fits")):
-        for tokens in PREFILL_SIZES:
-            found = [_layer_speedups(tokens, corner, is_apart=is_apart) for corner in CORNERS]
-            if not all(found):
-                continue
-            cells = [f"{geometric_mean(each):.2f} ({span(each)})" for each in found]
-            what = f"whole layer, prefill of {tokens:,} tokens{told}"
-            lines.append([what, str(len(found[0])), *cells])
     return table(("step", "cases", "reordering clock", "source-order clock"), lines)
 
 
