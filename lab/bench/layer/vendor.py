@@ -94,14 +94,16 @@ class Layer:
         model: the experts of this rank.
         phase: prefill or decode.
         index_TK: [T, K] choices; this rank's experts are the first.
-        parts: of ours.
+        shared_width: of its part of the shared experts, 0 for none.
+        shared_activation: theirs.
     """
 
     whole: Model
     model: Model
     phase: str
     index_TK: NDArray[np.int32]
-    parts: LayerParts
+    shared_width: int = 0
+    shared_activation: str = ""
 
     @classmethod
     def of(cls, name: str, phase: str, parts: LayerParts, index_TK: NDArray[np.int32]) -> Layer:
@@ -119,12 +121,14 @@ class Layer:
         model = replace(like, H=hidden, I=width, E=experts, K=parts.spec.top_k)
         whole = replace(model, E=parts.num_experts)
         local_TK = (index_TK - parts.first_expert) % parts.num_experts
+        shared = parts.shared
         return cls(
             whole=whole,
             model=model,
             phase=phase,
             index_TK=local_TK.astype(np.int32),
-            parts=parts,
+            shared_width=0 if shared is None else shared.width,
+            shared_activation="" if shared is None else shared.spec.formula.activation,
         )
 
     @property
@@ -156,8 +160,11 @@ class VendorSide:
         self._variants = {} if layer.phase == "decode" else {v.name: v for v in VARIANTS}
         if is_decode:
             self._variants |= {v.name: v for v in VARIANTS if not v.block_size}
-        ordered = [*sorted(blocks, key=self._bound_us), *sorted(self._variants, key=self._bound_us)]
-        self._waiting = [name for name in ordered if name not in self._found]
+        names = [*blocks, *self._variants]
+        self._bounds = {name: self._bound_us(name) for name in names}
+        self._seconds = {name: self._seconds_of(name) for name in names}
+        by_bound = [sorted(each, key=self._bounds.__getitem__) for each in (blocks, self._variants)]
+        self._waiting = [name for each in by_bound for name in each if name not in self._found]
         self._running = set[str]()
 
     @property
@@ -173,7 +180,7 @@ class VendorSide:
     @property
     def size(self) -> float:
         """The seconds of what still waits, about."""
-        return sum(map(self._seconds, self._waiting))
+        return sum(self._seconds[name] for name in self._waiting)
 
     def next_task(self) -> Task | None:
         """Hand out what chains have in common, or the next chain that may be the fastest."""
@@ -192,7 +199,7 @@ class VendorSide:
                 self._found[name] = Chain(name=name, why=why)
                 continue
             self._running.add(name)
-            return Task(name, self._seconds(name), partial(self._run, name))
+            return Task(name, self._seconds[name], partial(self._run, name))
         return None
 
     def take(self, task: Task, result: Any) -> None:
@@ -210,14 +217,14 @@ class VendorSide:
             return decode.bound_us(layer.model, name.split()[-1], layer.num_tokens)
         return bound_us(layer.model, layer.index_TK, self._variants[name], _CHIP)
 
-    def _seconds(self, name: str) -> float:
+    def _seconds_of(self, name: str) -> float:
         model, index_TK = self._layer.model, self._layer.index_TK
         like = self._variants.get(name, Variant("moe_tkg", 0, name.split()[-1]))
         return 0.3 * seconds_of(model, index_TK, like)
 
     def _others(self, name: str) -> list[str]:
         """Return the launches of a chain beside that of the experts."""
-        found = [MLP] if self._layer.parts.shared is not None else []
+        found = [MLP] if self._layer.shared_width else []
         if name in self._variants:
             found.append(ROUTER)
             if size := self._variants[name].block_size:
@@ -245,7 +252,7 @@ class VendorSide:
                 return each
         if f"{name} known" in ran:
             return f"runs the blocks of '{name} known', and a loop besides"
-        bound = self._bound_us(name) + sum(each.us for each in others if not isinstance(each, str))
+        bound = self._bounds[name] + sum(each.us for each in others if not isinstance(each, str))
         best = min(ran.values(), default=float("inf"))
         return f"needs {bound:.0f} us at least, another takes {best:.0f} us" if bound > best else ""
 
@@ -299,7 +306,7 @@ def around(library: VendorLibrary, layer: Layer) -> dict[str, Estimate | str]:
     """
     found: dict[str, Estimate | str] = {}
     wanted: dict[str, Callable[[], Estimate]] = {ROUTER: partial(_route, library, layer)}
-    if layer.parts.shared is not None:
+    if layer.shared_width:
         wanted[MLP] = partial(_every_token, library, layer)
     for name, make in wanted.items():
         try:
@@ -339,9 +346,7 @@ def _launch_block(library: VendorLibrary, layer: Layer, mode: str) -> nki_sim.Ru
 
 def _every_token(library: VendorLibrary, layer: Layer) -> Estimate:
     """Return the time of shared experts: a dense MLP of all tokens."""
-    shared = layer.parts.shared
-    assert shared is not None
-    H, width = shared.spec.hidden_size, shared.width
+    H, width = layer.model.H, layer.shared_width
     specs = {
         "hidden_tensor": (1, layer.num_tokens, H),
         "gate_proj_weights_tensor": (H, width),
@@ -349,7 +354,7 @@ def _every_token(library: VendorLibrary, layer: Layer) -> Estimate:
         "down_proj_weights_tensor": (width, H),
     }
     operands = {name: nki_sim.TensorSpec(shape, "bfloat16") for name, shape in specs.items()}
-    activation = library.enum("ActFnType", _ACTIVATIONS[shared.spec.formula.activation])
+    activation = library.enum("ActFnType", _ACTIVATIONS[layer.shared_activation])
     kernel = _mlp_kernel(library)
     return _time(
         MLP,

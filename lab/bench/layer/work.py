@@ -140,10 +140,8 @@ class Case:
     def take(self, task: Task, result: Any) -> None:
         """Keep what a task found."""
         if task.name == OURS:
-            found: Ours = result
-            self.row = found.row
+            self.row, layer = result
             if self._library is not None and not (self.row.vendor_us or self.row.vendor_why):
-                layer = Layer.of(self.row.model, self.row.phase, found.parts, found.index_TK)
                 self._side = VendorSide(self._library, layer, self.row.chains)
         elif self._side is not None:
             self._side.take(task, result)
@@ -173,34 +171,23 @@ class Case:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """Our side of a case.
-
-    Attributes:
-        row: with its times.
-        parts: of the layer on the busiest rank.
-        index_TK: [T, K] choices among the experts of all ranks.
-    """
-
-    row: Row
-    parts: LayerParts
-    index_TK: NDArray[np.int32]
-
-
-def time_ours(row: Row) -> Ours:
+def time_ours(row: Row) -> tuple[Row, Layer]:
     """Simulate a layer as it is planned on its busiest rank, unless the row has that already.
 
     Args:
         row: of a case.
+
+    Returns:
+        The row with our side, and the layer for the vendor's.
     """
     step = Step(row.phase, row.T)
-    layer = RankLayer(read_model(row.model)[0], row.model, tp=row.tp, ep=row.ep, backend="nki")
-    parts = layer.parts(step)
+    rank = RankLayer(read_model(row.model)[0], row.model, tp=row.tp, ep=row.ep, backend="nki")
+    parts = rank.parts(step)
     index_TK = routed_choices(plan_of(parts, step))
     parts = busiest(parts, index_TK, row.ep)
+    layer = Layer.of(row.model, row.phase, parts, index_TK)
     if row.ours_us is not None or row.why:
-        return Ours(row, parts, index_TK)
+        return row, layer
     work = layer_work(parts, index_TK)
     bytes_us = UsefulWork(0, work.hbm_bytes).roofline_us()
     row = replace(
@@ -216,7 +203,7 @@ def time_ours(row: Row) -> Ours:
             times.append(estimate(run.trace, is_alone=not times))  # of one program
             gc.collect()
     except ValueError as error:  # sizes that the kernels do not take
-        return Ours(replace(row, why=str(error)), parts, index_TK)
+        return replace(row, why=str(error)), layer
     total = added(times)
     row = replace(
         row,
@@ -225,7 +212,7 @@ def time_ours(row: Row) -> Ours:
         ours_high_us=total.high_us,
         launches=tuple(names),
     )
-    return Ours(row, parts, index_TK)
+    return row, layer
 
 
 def busiest(parts: LayerParts, index_TK: NDArray[np.int32], ep: int) -> LayerParts:
