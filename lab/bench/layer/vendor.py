@@ -169,8 +169,9 @@ class VendorSide:
 
     @property
     def chains(self) -> list[Chain]:
-        """Return what is known of the chains."""
-        return list(self._found.values())
+        """Return what is known of the chains, the fastest first."""
+        found = self._found.values()
+        return sorted(found, key=lambda chain: (chain.us or float("inf"), chain.name))
 
     @property
     def is_done(self) -> bool:
@@ -254,7 +255,7 @@ class VendorSide:
             return f"runs the blocks of '{name} known', and a loop besides"
         bound = self._bounds[name] + sum(each.us for each in others if not isinstance(each, str))
         best = min(ran.values(), default=float("inf"))
-        return f"needs {bound:.0f} us at least, another takes {best:.0f} us" if bound > best else ""
+        return f"needs {bound:.0f} us at least" if bound > best else ""
 
     def _fits_smaller(self, variant: Variant) -> bool:
         """Whether its kernel takes a smaller block, which holds the tokens of any expert."""
@@ -280,7 +281,8 @@ class VendorSide:
             return Chain(name=name, why=f"{DOES_NOT_RUN}{error}")
         others = (self._around[each] for each in self._others(name))
         total = added([*times, *(each for each in others if not isinstance(each, str))])
-        return Chain(name=name, low_us=total.low_us, us=total.us, high_us=total.high_us)
+        low_us, us, high_us = (round(each, 2) for each in (total.low_us, total.us, total.high_us))
+        return Chain(name=name, low_us=low_us, us=us, high_us=high_us)
 
 
 def added(times: Sequence[Estimate]) -> Estimate:

@@ -208,7 +208,7 @@ def test_what_cannot_be_the_fastest_is_left_out(monkeypatch: pytest.MonkeyPatch)
     fake = FakeLaunches(monkeypatch, {"shard_on_i_hybrid B=256 known": 1.0})
     found = fake.chains("prefill", 1024)
     assert "runs the blocks of" in found["shard_on_i_hybrid B=256"].why
-    assert "us at least, another takes 35 us" in found["shard_on_h B=512"].why
+    assert "us at least" in found["shard_on_h B=512"].why
     assert "shard_on_h B=512" not in fake.asked
 
 

@@ -35,14 +35,16 @@ def tables() -> dict[str, str]:
 
 def _short() -> str:
     """Return a line a model."""
-    lines = []
-    for model, name in NAMES.items():
-        found = [_find(model, *step) for step in README_STEPS]
-        cells = [cell for row in found for cell in (_us(row, "ours"), _share(row), _ratio(row))]
-        lines.append((name, *cells))
-    head = [f"{phase} {tokens:,}: us" for phase, tokens in README_STEPS]
-    titles = [title for each in head for title in (each, "share", "ratio")]
-    return table((README_LAYOUT, *titles), lines)
+    lines = [
+        (name, *(_short_cell(_find(model, *step)) for step in README_STEPS))
+        for model, name in NAMES.items()
+    ]
+    steps = (f"{phase} of {tokens:,}" for phase, tokens in README_STEPS)
+    return table((f"{README_LAYOUT}: us, share of bound, times as fast", *steps), lines)
+
+
+def _short_cell(row: Row | None) -> str:
+    return f"{_us(row, 'ours')}, {_share(row)}, {_ratio(row)}" if row else "-"
 
 
 def _of_model(model: str) -> str:

@@ -28,14 +28,12 @@ def tables() -> dict[str, str]:
 
 
 def _headlines() -> str:
-    """Return what README shows: at most eight lines."""
+    """Return what README shows: at most five lines."""
     lines = [
         ("decode step of 1 to 128 tokens, beside nki-library", *_speedups("decode")),
         ("prefill of 128 to 8,192 tokens, beside nki-library", *_speedups("prefill")),
-        ("prefill of 8,192 tokens: share of the chip's peak", *_roofline()),
         ("layer on a CPU, beside transformers", *_headline("layer on a CPU")),
         ("outputs equal to those of NxD's MoE", *_headline("NxD")),
-        ("NxDI models with our layer: greedy tokens equal", *_headline("NxDI")),
         ("simulated beside published Trn2 times, 54 points", *_headline("clock")),
     ]
     return table(("what", "result", "range", "kind"), lines)
@@ -52,12 +50,6 @@ def _speedups(name: str) -> tuple[str, str, str]:
         of = "" if tried == both[0]["rows"] else f" (tried in {tried})"
         ends += f"; {worst:.2f} x if the clock is off twofold{of}"
     return f"{means} x as fast", ends, SIMULATED
-
-
-def _roofline() -> tuple[str, str, str]:
-    shares = [row["roofline_share"] for row in rows("prefill_trn2", T=8192, layout="packed")]
-    middle = sorted(shares)[len(shares) // 2]
-    return f"median {_percent([middle])}", _percent(shares), SIMULATED
 
 
 def _headline(name: str) -> tuple[str, str, str]:
