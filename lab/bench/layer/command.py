@@ -27,7 +27,7 @@ from typing import Any
 import nki_sim
 from lab.bench.averages import geometric_mean
 from lab.bench.comparison.options import add_library_option
-from lab.bench.layer.layouts import layouts_of
+from lab.bench.layer.layouts import LAYOUTS, layouts_of
 from lab.bench.layer.published import PUBLISHED
 from lab.bench.layer.vendor import Chain
 from lab.bench.layer.work import Case, Key, Row, blank_row
@@ -177,9 +177,11 @@ def _means(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _sorted(rows: dict[Key, Row]) -> list[Row]:
-    def place(row: Row) -> tuple[Any, ...]:
-        models = [*MODELS, row.model]
-        return models.index(row.model), list(TOKENS).index(row.phase), row.layout, row.T
+    def place(row: Row) -> tuple[int, ...]:
+        names = ([*MODELS, row.model], list(TOKENS), [*LAYOUTS, row.layout])
+        values = (row.model, row.phase, row.layout.split(",")[0])
+        layer = (each.index(value) for each, value in zip(names, values, strict=True))
+        return (*layer, row.T)
 
     return sorted(rows.values(), key=place)
 

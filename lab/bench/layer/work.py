@@ -42,9 +42,9 @@ class Row:
         why: why there is no such time, "" if there is one.
         bound_us: least time of the work (computed), by `bound`: HBM or flops.
         collective_us: of what ranks exchange (computed), in no other time.
-        vendor_us: simulated, of the vendor's fastest chain, with its ends, once all that might be
-            the fastest have run.
-        vendor_plan: that chain.
+        vendor_us: simulated, of the vendor's fastest chain, once all that might be the fastest have
+            run; at an end, of the one that is the fastest there.
+        vendor_plan: the first.
         only_slowest_fits: of the vendor's prefill kernels none but the slowest runs with these
             sizes, so that nobody would deploy them with it.
         vendor_why: why there is no such time, "" if there is one.
@@ -155,18 +155,16 @@ class Case:
         self.row = replace(self.row, chains=tuple(chains))
         if not self._side.is_done:
             return
-        ran = [chain for chain in chains if chain.us is not None]
-        if not ran:
+        if chains[0].us is None:  # not even the fastest ran
             why = "; ".join(f"{chain.name}: {chain.why}" for chain in chains)
             self.row = replace(self.row, vendor_why=why)
             return
-        best = min(ran, key=lambda chain: chain.us or 0.0)
         self.row = replace(
             self.row,
-            vendor_us=best.us,
-            vendor_low_us=best.low_us,
-            vendor_high_us=best.high_us,
-            vendor_plan=best.name,
+            vendor_us=chains[0].us,
+            vendor_low_us=min(chain.low_us for chain in chains if chain.low_us is not None),
+            vendor_high_us=min(chain.high_us for chain in chains if chain.high_us is not None),
+            vendor_plan=chains[0].name,
             only_slowest_fits=only_slowest_fits(chains),
         )
 

@@ -64,10 +64,10 @@ def _run(path: Path, *more: str) -> dict[str, Any]:
 def test_each_layout_has_a_time_a_range_and_a_bound_below_it(tmp_path: Path) -> None:
     rows = _run(tmp_path / "rows.json", "--tokens", "4")["rows"]
     assert [(row["tp"], row["phase"]) for row in rows] == [
-        (64, "prefill"),
         (8, "prefill"),
-        (64, "decode"),
+        (64, "prefill"),
         (8, "decode"),
+        (64, "decode"),
     ]
     launch_us = TRN2.launch_cost_ns(2) / 1e3
     for row in rows:
@@ -269,12 +269,17 @@ def test_a_layer_that_only_the_slowest_kernel_takes_stands_apart() -> None:
     assert means[0]["mean"] == pytest.approx(1.8)
 
 
-def test_a_case_keeps_the_fastest_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_keeps_the_fastest_chain_at_each_end(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeLaunches(monkeypatch, {"shard_on_h B=256": 8e4, "shard_on_block B=128": 9e4})
+    low = {8e4: 5e4, 9e4: 3e4}  # another one is the fastest at the low end
+    monkeypatch.setattr(
+        vendor, "estimate", lambda us, **_: Estimate(low_us=low[us], us=us, high_us=2 * us)
+    )
     case = Case(replace(ROW, model="mixtral_8x7b"), cast(VendorLibrary, fake))
     while (task := case.next_task()) is not None:
         case.take(task, task.compute())
     assert (case.row.vendor_plan, case.row.vendor_us) == ("shard_on_h B=256", 80034.0)
+    assert (case.row.vendor_low_us, case.row.vendor_high_us) == (30017.0, 160068.0)
     assert (case.row.ours_us, case.size) == (500.0, 0.0)
     assert json.loads(json.dumps(asdict(case.row)))["chains"]
 
