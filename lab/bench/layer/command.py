@@ -160,13 +160,13 @@ def _means(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for row in rows:
         if (ratios := row.ratios) is not None:
             found.setdefault((row.phase, row.T, row.only_slowest_fits), []).append(ratios)
-    for (phase, tokens, is_apart), ratios in found.items():
-        lows, likely, highs = zip(*ratios, strict=True)
+    for (phase, tokens, is_apart), layers in found.items():
+        lows, likely, highs = zip(*layers, strict=True)
         yield {
             "phase": phase,
             "T": tokens,
             "only_slowest_fits": is_apart,
-            "rows": len(ratios),
+            "rows": len(layers),
             "mean_low": geometric_mean(lows),
             "mean": geometric_mean(likely),
             "mean_high": geometric_mean(highs),

@@ -263,7 +263,7 @@ class VendorSide:
         smaller = [size for size in sizes if size < variant.block_size]
         held = self._layer.index_TK < self._layer.model.E
         counts = np.bincount(self._layer.index_TK[held], minlength=1)
-        return max(smaller, default=0) >= counts.max()
+        return max(smaller, default=0) >= int(counts.max())
 
     def _run(self, name: str) -> Chain:
         """Simulate a chain."""

@@ -23,7 +23,7 @@ from neuron_moe.tools.models import read_model
 from neuron_moe.tools.timing.plans import plan_of
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.useful_work import UsefulWork, layer_work
-from nki_sim.time.estimate import estimate
+from nki_sim.time.estimate import Estimate, estimate
 
 OURS = "ours"  # the task
 Key = tuple[str, int, int, str, int]
@@ -194,7 +194,7 @@ def time_ours(row: Row) -> tuple[Row, Layer]:
         bound="flops" if work.roofline_us() > bytes_us else "HBM",
         collective_us=_collective_us(row, parts),
     )
-    times, names = [], []
+    times, names = list[Estimate](), list[str]()
     try:
         for name, run in plan_runs(plan_of(parts, step), index_TK, options=TIMES_ONLY):
             names.append(name)
