@@ -258,7 +258,12 @@ class VendorSide:
         return f"needs {bound:.0f} us at least" if bound > best else ""
 
     def _fits_smaller(self, variant: Variant) -> bool:
-        """Whether its kernel takes a smaller block, which holds the tokens of any expert."""
+        """Whether its kernel takes a smaller block, which holds the tokens of any expert.
+
+        Then it is as many blocks; not so of the kernel sharded on H, which computes empty ones too.
+        """
+        if variant.kernel == "shard_on_h":
+            return False
         sizes = [v.block_size for v in self._variants.values() if v.kernel == variant.kernel]
         smaller = [size for size in sizes if size < variant.block_size]
         held = self._layer.index_TK < self._layer.model.E
