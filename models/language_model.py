@@ -102,14 +102,13 @@ class Prompting:
         """Return the token ids of a prompt, which may be ids already."""
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
-        if isinstance(prompt, torch.Tensor):
-            prompt = prompt.tolist()
-        if not (isinstance(prompt, Sequence) and all(isinstance(each, int) for each in prompt)):
+        ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+        if not (isinstance(ids, Sequence) and all(isinstance(each, int) for each in ids)):
             raise ValueError(
                 f"prompt={prompt!r}: must be a text, a list of token ids such as [1, 2, 3], or a"
                 " list of such. Convert arrays with .tolist()."
             )
-        return list(prompt)
+        return list(ids)
 
     def encode_chat(
         self, messages: str | Sequence[Message], system: str | None = None

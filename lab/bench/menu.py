@@ -44,7 +44,7 @@ MENU = Menu(
         ),
         "layer": (
             "lab.bench.layer",
-            "a whole MoE layer in one launch, beside its experts alone (simulated)",
+            "a whole MoE layer in deployed layouts beside the vendor's and its bound (simulated)",
         ),
         "ranks": (
             "lab.bench.ranks",

@@ -22,7 +22,6 @@ from itertools import product
 
 import nki_sim
 from lab.bench.layer.command import MODELS, TOKENS
-from lab.bench.layer.work import RANKS, SPLITS
 from neuron_moe.backends.nki.layer import LayerPlan
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.times import launch_on_ranks
@@ -38,6 +37,8 @@ from nki_sim.time.estimate import Estimate, estimate
 from nki_sim.trace import Facts, SyncFacts
 
 CHIP = nki_sim.hardware.find("trn2")
+RANKS = 8
+SPLITS = {f"TP{RANKS}": (RANKS, 1), f"EP{RANKS}": (1, RANKS)}  # tp, ep
 GROUP = (tuple(range(RANKS)),)
 
 
@@ -184,7 +185,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
     parser.add_argument("--phases", nargs="+", choices=list(TOKENS), default=list(TOKENS))
     parser.add_argument(
-        "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
+        "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 64"
     )
     parser.add_argument(
         "--collectives",

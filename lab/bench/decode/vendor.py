@@ -136,9 +136,20 @@ def seconds_of(case: DecodeCase, mode: str) -> float:
 
 
 def launch_vendor(
-    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions
+    library: VendorLibrary,
+    case: DecodeCase,
+    mode: str,
+    options: SimOptions,
+    held: Model | None = None,
 ) -> nki_sim.Run:
     """Simulate a mode of the vendor's kernel.
+
+    Args:
+        library: the user's checkout.
+        case: what to compute.
+        mode: one of MODES.
+        options: of the simulator.
+        held: by a block, the experts of its rank, the first ones; default: all.
 
     Raises:
         NkiValidationError: the kernel breaks a rule of the simulated chip with these sizes.
@@ -148,7 +159,7 @@ def launch_vendor(
         index_TK = case.expert_index()
         return launch_moe(library, case.model, index_TK, mode, options, case.format)
     with contextlib.redirect_stdout(io.StringIO()):  # the library reports its use of memory
-        return _launch_block(library, case, mode, options)
+        return _launch_block(library, case, mode, options, held or case.model)
 
 
 def launch_moe(
@@ -186,12 +197,12 @@ def launch_moe(
 
 
 def _launch_block(
-    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions
+    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions, held: Model
 ) -> nki_sim.Run:
     """Simulate moe_block_tkg."""
     model, H = case.model, padded_hidden(case.model)
     front = RouterInputs.of(case, H)
-    router, experts = ROUTERS[model.name], _experts(library, model, case.format)
+    router, experts = ROUTERS[model.name], _experts(library, held, case.format)
     arguments = {
         "hidden_act_fn": experts.pop("activation_fn"),
         **experts,

@@ -1,4 +1,4 @@
-"""`neuron-moe bench layer`: a whole MoE layer, as a rank computes it, in launches and in one."""
+"""`neuron-moe bench layer`: whole MoE layers in the layouts people deploy."""
 
 from lab.bench.layer.command import main
 

@@ -72,16 +72,20 @@ def index_times(
         all_experts: of all ranks.
     """
     try:
-        launches = _index_runs(library, model, expert_index_TK, all_experts)
+        launches = index_runs(library, model, expert_index_TK, all_experts)
         return {name: time_of(run.timeline) for name, run in launches}
     except UNFIT as error:
         return {f"{type(error).__name__}: {first_line(error)}": NOTHING}
 
 
-def _index_runs(
+def index_runs(
     library: VendorLibrary, model: Model, expert_index_TK: NDArray[np.int32], all_experts: int
 ) -> Iterator[tuple[str, nki_sim.Run]]:
-    """Simulate the launches that list tokens, the second for each block size."""
+    """Simulate the launches that list tokens, the second for each block size.
+
+    Args:
+        library, model, expert_index_TK, all_experts: as of `index_times`.
+    """
     launches = [(FIND, FIND, _mask(model, expert_index_TK, all_experts))]
     launches += [
         (f"{FLATTEN} B={size}", FLATTEN, _lists(model, expert_index_TK, size))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lab.bench.layer.work import RANKS
+from lab.bench.ranks import RANKS
 from neuron_moe.tools import cli
 
 

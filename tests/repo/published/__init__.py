@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from neuron_moe.tools.timing.condensed import condense
-from tests.repo.published import kernels, overview
+from tests.repo.published import kernels, layouts, overview
 from tests.repo.published.results import RESULTS
 from tests.repo.source import ROOT
 
@@ -20,7 +20,7 @@ _MARKED = re.compile(r"<!-- ([\w-]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
 def tables() -> dict[str, str]:
     """Return each table by the name in its mark."""
-    return {**overview.tables(), **kernels.tables()}
+    return {**overview.tables(), **kernels.tables(), **layouts.tables()}
 
 
 def written() -> Iterator[tuple[Path, str, str]]:

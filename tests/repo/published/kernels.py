@@ -6,7 +6,6 @@ from tests.repo.published.results import MODELS, Row, ranged, rows, table
 def tables() -> dict[str, str]:
     """Return each table by the name in its mark."""
     return {
-        "layers": _layers(),
         "ranks": _ranks(),
         "decode-times": _decode_times(),
         "ep": _expert_parallel(),
@@ -30,32 +29,6 @@ def _ep_cell(row: Row | None) -> str:
         return "-"
     above = "*" if row["limit"] and row["x_bound"] > row["limit"] else ""
     return f"{ranged(row['time'])} ({row['x_bound']:.2f}{above})"
-
-
-def _layers() -> str:
-    sizes = (128, 1024, 8192)
-    found = {
-        (row["model"], row["split"], row["T"]): row
-        for row in rows("layer_trn2", phase="prefill", corner="vendor")
-        if row["layer_us"]
-    }
-    layers = dict.fromkeys((model, split) for model, split, _ in found)
-    lines = [
-        (
-            f"{model} {split}",
-            *(_layer_cell(found.get((model, split, T))) for T in sizes),
-            " + ".join(f"{us:,.0f}" for us in found[model, split, 8192]["sequence_parts"].values()),
-        )
-        for model, split in layers
-    ]
-    return table(("layer", *(f"T = {T:,}" for T in sizes), "sequence parallel"), lines)
-
-
-def _layer_cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    us, vendor_us = row["layer_us"], row["vendor_us"]
-    return f"{us:,.0f} ({row['outside']:.0%}, {f'{vendor_us / us:.2f}' if vendor_us else '-'})"
 
 
 def _ranks() -> str:

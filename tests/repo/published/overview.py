@@ -1,7 +1,6 @@
 """Tables of README and docs/benchmarks.md, and of docs/results/README.md by model."""
 
 from collections.abc import Iterable, Sequence
-from statistics import geometric_mean
 
 from tests.repo.published.results import MODELS, Row, result, rows, span, table
 
@@ -28,15 +27,11 @@ def tables() -> dict[str, str]:
 
 
 def _headlines() -> str:
-    """Return what README shows: at most eight lines."""
+    """Return what README shows: at most four lines."""
     lines = [
         ("decode step of 1 to 128 tokens, beside nki-library", *_speedups("decode")),
         ("prefill of 128 to 8,192 tokens, beside nki-library", *_speedups("prefill")),
-        ("whole layer with router, prefill of 1,024, beside theirs", *_layers(1024)),
-        ("prefill of 8,192 tokens: share of the chip's peak", *_roofline()),
-        ("layer on a CPU, beside transformers", *_headline("layer on a CPU")),
         ("outputs equal to those of NxD's MoE", *_headline("NxD")),
-        ("NxDI models with our layer: greedy tokens equal", *_headline("NxDI")),
         ("simulated beside published Trn2 times, 54 points", *_headline("clock")),
     ]
     return table(("what", "result", "range", "kind"), lines)
@@ -47,27 +42,6 @@ def _speedups(name: str) -> tuple[str, str, str]:
     ends = f"{found['least_low']:.2f} to {found['largest_high']:.1f} x in {found['rows']} cases"
     means = f"{found['geometric_mean']:.1f} x as fast, {found['geometric_mean_low']:.1f} x at worst"
     return means, ends, SIMULATED
-
-
-def _layers(tokens: int) -> tuple[str, str, str]:
-    """Return what two clocks of an older simulator said."""
-    found = [_layer_speedups(tokens, clock) for clock in ("vendor", "in-order")]
-    means = span(map(geometric_mean, found), "{:.1f}")
-    least, most = min(map(min, found)), max(map(max, found))
-    ends = f"{least:.2f} to {most:.1f} x in {len(found[0])} cases"
-    return f"{means} x as fast", ends, SIMULATED
-
-
-def _layer_speedups(tokens: int, clock: str) -> list[float]:
-    """Return the speed-ups of layers, but those for which only the slowest of theirs fits."""
-    found = rows("layer_trn2", phase="prefill", T=tokens, corner=clock, only_slowest_fits=False)
-    return [row["vendor_us"] / row["layer_us"] for row in found if row["vendor_us"]]
-
-
-def _roofline() -> tuple[str, str, str]:
-    shares = [row["roofline_share"] for row in rows("prefill_trn2", T=8192, layout="packed")]
-    middle = sorted(shares)[len(shares) // 2]
-    return f"median {_percent([middle])}", _percent(shares), SIMULATED
 
 
 def _headline(name: str) -> tuple[str, str, str]:
