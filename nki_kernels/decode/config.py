@@ -7,7 +7,6 @@ A caller gives sizes, an `ExpertFormula`, the form of the weights and a request,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import nki.language as nl
 from nki.language import NKIObject
@@ -18,9 +17,7 @@ from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
 from nki_kernels.common.tiles import rows_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
-
-if TYPE_CHECKING:
-    from nki_kernels.decode.schedule import Loop
+from nki_kernels.decode.steps import Loop
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 32, 1024
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin

@@ -13,7 +13,6 @@ from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import DecodeConfig, entry_stride
 from nki_kernels.decode.list import Listed
 from nki_kernels.decode.out import keep_scales, project_out
-from nki_kernels.decode.schedule import Iteration, Step
 from nki_kernels.decode.stages import (
     load_in,
     load_out,
@@ -21,6 +20,7 @@ from nki_kernels.decode.stages import (
     project_in,
     spread_column,
 )
+from nki_kernels.decode.steps import Iteration, Step
 
 
 @dataclass

@@ -71,7 +71,7 @@ from nki_kernels.decode.iterations import known_entries, look_up, run_iteration
 from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.row_ends import Ending
-from nki_kernels.decode.schedule import Loop
+from nki_kernels.decode.steps import Loop
 
 
 @nki.jit

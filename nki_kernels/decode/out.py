@@ -30,7 +30,7 @@ from nki_kernels.decode.config import (
     tiles_of_part,
 )
 from nki_kernels.decode.mx_stages import multiply_words_out
-from nki_kernels.decode.schedule import Group
+from nki_kernels.decode.steps import Group
 
 _TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
 

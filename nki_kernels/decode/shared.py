@@ -31,8 +31,8 @@ from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
 from nki_kernels.decode.memory import expert_table
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.out import project_out
-from nki_kernels.decode.schedule import Group
 from nki_kernels.decode.stages import load_item, project_in
+from nki_kernels.decode.steps import Group
 
 _WEIGHT_BUFFERS = 2  # most parts on chip at once
 
