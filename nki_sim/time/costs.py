@@ -172,7 +172,7 @@ def price_compute(op: str, engine: int, facts: ComputeFacts, chip: Hardware) -> 
         cycles = facts.elements / vector_rate(op, facts, chip)
         if op == "bn_aggr":
             cycles = 13 * facts.elements / 3
-        if facts.reads_accumulator:
+        if facts.reads_accumulator and op != "range_select":  # N cycles (older ISA cost lines)
             cycles += chip.accumulator_read_cycles
         cycles += slower * chip.vector_overhead_cycles
         latency = (cycles + chip.vector_overhead_cycles) / chip.vector_clock_ghz
