@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from nki_sim.hardware import Hardware
 
@@ -39,14 +39,14 @@ class ScheduleModel:
         sendrecv: "blocking": an exchange starts when the one before has ended; "pipelined": only
             the bytes of exchanges follow one another, their latencies overlap.
         vector_overlaps: whether the Vector engine takes an instruction every few cycles where the
-            next does not need the result; None leaves the record of the chip as it is.
+            next does not need the result.
     """
 
     order: Literal["in_order", "list"] = "in_order"
     window: int = COMPILER_WINDOW
     loop_edge: Literal["free", "engines", "drain"] = "free"
     sendrecv: Literal["blocking", "pipelined"] = "blocking"
-    vector_overlaps: bool | None = None
+    vector_overlaps: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -54,10 +54,7 @@ class ScheduleModel:
 
     def on(self, chip: Hardware) -> Hardware:
         """Return the record of the chip as this model has it."""
-        if self.vector_overlaps is None:
-            return chip
-        change: dict[str, Any] = {"vector_overlaps_independent": int(self.vector_overlaps)}
-        return dataclasses.replace(chip, **change)
+        return dataclasses.replace(chip, vector_issue_cycles=0) if self.vector_overlaps else chip
 
 
 IN_ORDER: Final = ScheduleModel()

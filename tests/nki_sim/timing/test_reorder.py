@@ -248,7 +248,7 @@ def test_the_edge_of_a_loop_is_free_or_a_barrier_or_drains(make_builder: Make) -
 def test_the_corners_are_what_they_are_called() -> None:
     assert find_corner("in-order") == IN_ORDER == ScheduleModel()
     assert VENDOR.order == "list"
-    assert VENDOR.on(TRN2).vector_overlaps_independent == 1
+    assert VENDOR.on(TRN2).vector_issue_cycles == 0
     assert IN_ORDER.on(TRN2) is TRN2
     with pytest.raises(ValueError, match=r"corner='best': unknown\. Use one of vendor, in-order"):
         find_corner("best")
@@ -265,4 +265,4 @@ def test_one_trace_is_timed_in_both_corners_at_once(make_builder: Make) -> None:
     assert set(corners) == set(CORNERS)
     assert times(corners["in-order"]) == times(schedule(trace))
     assert corners["vendor"].options.model == VENDOR
-    assert corners["vendor"].chip.vector_overlaps_independent == 1
+    assert corners["vendor"].chip.vector_issue_cycles == 0
