@@ -380,7 +380,9 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     ),
     "ramp_start_share": _d("EXPL: about 50 % of the peak at the start"),
     "ramp_ns": _d("EXPL: about 3 us; the linear shape is ours"),
-    "vector_overhead_cycles": _m("LIB topk tuner uses 144; BND copies take (512 + 145) cycles"),
+    "vector_overhead_cycles": _m(
+        "LIB topk tuner uses 144; BND copies take (512 + 145) cycles; PERF: about 100", 100, 144
+    ),
     "vector_floor_cycles": _d("ARCH1: minimum initiation interval"),
     "vector_issue_cycles": _d(
         "PERF: about 100 cycles of static overhead limit the rate; ARCH1: engines hide part of the"
@@ -388,8 +390,10 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
         20,
         144,
     ),
-    "two_input_share": _d("ARCH1: about 2N cycles for two tensor inputs"),
-    "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said"),
+    "two_input_share": _d(
+        "ARCH1: about 2N cycles for two tensor inputs; older ISA cost lines: N in cases", 1.0, 0.5
+    ),
+    "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said", 2.0, 1.0),
     "scan_share": _d("older ISA cost lines: 2N"),
     "reciprocal_share": _d("ISA: max(64, 8N)"),
     "wide_stride_share": _a(
@@ -402,7 +406,10 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "fast_memset_speedup": _d("older ISA cost lines: zero fill of a 16-bit type"),
     "accumulator_read_cycles": _d("ARCH1"),
     "scalar_overhead_cycles": _m(
-        "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns"
+        "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns; PERF: 264 cycles on"
+        " trn1",
+        264,
+        353,
     ),
     "scalar_issue_cycles": _d("ARCH1, PERF: about 100 cycles of static overhead"),
     "scalar_copy_speedup": _d("ARCH2: no performance mode"),
@@ -431,12 +438,19 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     ),
     "dma_single_queue_run_ns": _m("DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"),
     "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
-    "dma_first_byte_ns": _m("DMAOV figures 3, 5 to 7: 739 to 1,000 ns"),
-    "dma_done_ns": _m("DMAOV figures: 273 to 335 ns"),
+    "dma_first_byte_ns": _m(
+        "DMAOV figures 3, 5 to 7: 739 to 1,000 ns; DMABW: about 1,300 from semaphore to start",
+        739.0,
+        1_300.0,
+    ),
+    "dma_done_ns": _m("DMAOV figures: 273 to 335 ns", 273.0, 335.0),
     "dma_static_issue_ns": _a("not published"),
     "hwdge_ns": _d("DGE: about 600 ns per transfer"),
     "dma_auto_issue_ns": _m(
-        "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns"
+        "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns; ARCH2: two"
+        " generators, 600 ns each",
+        300.0,
+        747.0,
     ),
     "dma_transpose_hbm_share": _d("ARCH2: up to 90 % of the copy rate"),
     "dma_transpose_sbuf_share": _d("ARCH2: up to 50 %"),
@@ -451,7 +465,7 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     ),
     "launch_ns": _m("fit to QoR of LIB's mlp_tkg on one core", 8_000.0, 16_000.0),
     "launch_pair_ns": _m("fit to QoR of LIB's mlp_tkg on two cores", 4_500.0, 12_500.0),
-    "semaphore_ns": _m("DMAOV figures: 10 to 35 ns"),
+    "semaphore_ns": _m("DMAOV figures: 10 to 35 ns", 10.0, 35.0),
     "loop_iteration_ns": _a("not published"),
     "register_load_sbuf_ns": _a("not published"),
     "register_load_hbm_ns": _a("not published; about one small DMA"),
