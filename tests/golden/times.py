@@ -45,22 +45,22 @@ class Row:
 
 
 ROWS = (
-    Row("prefill", "gpt-oss-120b", 128, "uniform", (1259.320,)),
-    Row("prefill", "gpt-oss-20b", 128, "skewed", (328.051,)),
+    Row("prefill", "gpt-oss-120b", 128, "uniform", (1178.634,)),
+    Row("prefill", "gpt-oss-20b", 128, "skewed", (309.855,)),
     Row("prefill", "llama4-scout", 128, "uniform", (373.625,)),
-    Row("prefill", "llama4-maverick", 128, "skewed", (369.054,)),
-    Row("prefill", "qwen3-30b", 128, "uniform", (260.355,)),
-    Row("prefill", "mixtral-8x7b", 128, "uniform", (575.412,)),
-    Row("prefill", "gpt-oss-20b", 1024, "skewed", (699.7,)),
+    Row("prefill", "llama4-maverick", 128, "skewed", (366.123,)),
+    Row("prefill", "qwen3-30b", 128, "uniform", (258.773,)),
+    Row("prefill", "mixtral-8x7b", 128, "uniform", (512.185,)),
+    Row("prefill", "gpt-oss-20b", 1024, "skewed", (696.564,)),
     Row("prefill", "llama4-scout", 1024, "skewed", (530.783,)),
-    Row("prefill", "qwen3-30b", 1024, "skewed", (533.777,)),
-    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1108.851,)),
-    Row("decode", "gpt-oss-120b", 4, "uniform", (150.701, 157.674)),
-    Row("decode", "gpt-oss-20b", 64, "zipf", (174.242, 180.094), "fp8"),
-    Row("decode", "llama4-maverick", 1, "uniform", (11.732, 17.241), "fp8"),
-    Row("decode", "qwen3-30b", 16, "zipf", (133.113, 140.304)),
-    Row("decode", "deepseek-v3", 4, "uniform", (134.976, 144.929), "fp8"),
-    Row("decode", "mixtral-8x7b", 1, "uniform", (131.096, 134.916)),
+    Row("prefill", "qwen3-30b", 1024, "skewed", (532.753,)),
+    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1118.601,)),
+    Row("decode", "gpt-oss-120b", 4, "uniform", (153.970, 159.564)),
+    Row("decode", "gpt-oss-20b", 64, "zipf", (206.095, 211.924), "fp8"),
+    Row("decode", "llama4-maverick", 1, "uniform", (13.264, 19.634), "fp8"),
+    Row("decode", "qwen3-30b", 16, "zipf", (137.689, 142.465)),
+    Row("decode", "deepseek-v3", 4, "uniform", (143.080, 153.011), "fp8"),
+    Row("decode", "mixtral-8x7b", 1, "uniform", (131.523, 136.272)),
 )
 SHORT = (ROWS[2], ROWS[12])
 
