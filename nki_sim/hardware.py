@@ -85,7 +85,7 @@ class Hardware:
     # Vector engine
     vector_overhead_cycles: float
     vector_floor_cycles: float
-    vector_overlaps_independent: int
+    vector_issue_cycles: float
     two_input_share: float
     two_input_16bit_share: float
     scan_share: float
@@ -225,7 +225,7 @@ class Hardware:
         return self.dma_engines * self.dma_engine_bytes_per_ns
 
 
-SWITCHES: Final = ("stationary_reuse_skips_load", "vector_overlaps_independent")
+SWITCHES: Final = ("stationary_reuse_skips_load",)
 """Fields that are 0 or 1."""
 
 NEUTRAL: Final = {
@@ -264,7 +264,7 @@ TRN2: Final = Hardware(
     gpsimd_clock_ghz=1.2,
     array_rows=128,
     array_columns=128,
-    matmul_floor_cycles=64,
+    matmul_floor_cycles=112,
     matmul_calibration_factor=1.019,
     psum_accumulate_factor=1.0,
     matmul_drain_ns=160.0,
@@ -280,7 +280,7 @@ TRN2: Final = Hardware(
     ramp_ns=3000.0,
     vector_overhead_cycles=144,
     vector_floor_cycles=64,
-    vector_overlaps_independent=0,
+    vector_issue_cycles=100,
     two_input_share=0.5,
     two_input_16bit_share=1.0,
     scan_share=0.5,
@@ -362,8 +362,8 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "gpsimd_clock_ghz": _d("ARCH2"),
     "array_rows": _d("ARCH2"),
     "array_columns": _d("ARCH2"),
-    "matmul_floor_cycles": _d(
-        "ARCH1: one matmul per max(N, 64) cycles; stated for v2; PERF: 64 or 128", 64, 128
+    "matmul_floor_cycles": _m(
+        "PERF: the turnaround is 64 cycles on trn1; fit to QoR of LIB's mlp_tkg", 64, 128
     ),
     "matmul_calibration_factor": _m("BND V2: 8,192 matmuls of N=512 in 1,781 us"),
     "psum_accumulate_factor": _m("BND V2: matmuls that add up 32 deep run at 98 % of the peak"),
@@ -380,11 +380,20 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     ),
     "ramp_start_share": _d("EXPL: about 50 % of the peak at the start"),
     "ramp_ns": _d("EXPL: about 3 us; the linear shape is ours"),
-    "vector_overhead_cycles": _m("LIB topk tuner uses 144; BND copies take (512 + 145) cycles"),
+    "vector_overhead_cycles": _m(
+        "LIB topk tuner uses 144; BND copies take (512 + 145) cycles; PERF: about 100", 100, 144
+    ),
     "vector_floor_cycles": _d("ARCH1: minimum initiation interval"),
-    "vector_overlaps_independent": _a("BND copies behave as if nothing overlaps", 1, 0),
-    "two_input_share": _d("ARCH1: about 2N cycles for two tensor inputs"),
-    "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said"),
+    "vector_issue_cycles": _d(
+        "PERF: about 100 cycles of static overhead limit the rate; ARCH1: engines hide part of the"
+        " access to memory behind other instructions; OPT: 5,403 instructions take 553 ns each",
+        20,
+        144,
+    ),
+    "two_input_share": _d(
+        "ARCH1: about 2N cycles for two tensor inputs; older ISA cost lines: N in cases", 1.0, 0.5
+    ),
+    "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said", 2.0, 1.0),
     "scan_share": _d("older ISA cost lines: 2N"),
     "reciprocal_share": _d("ISA: max(64, 8N)"),
     "wide_stride_share": _a(
@@ -397,7 +406,10 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "fast_memset_speedup": _d("older ISA cost lines: zero fill of a 16-bit type"),
     "accumulator_read_cycles": _d("ARCH1"),
     "scalar_overhead_cycles": _m(
-        "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns"
+        "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns; PERF: 264 cycles on"
+        " trn1",
+        264,
+        353,
     ),
     "scalar_issue_cycles": _d("ARCH1, PERF: about 100 cycles of static overhead"),
     "scalar_copy_speedup": _d("ARCH2: no performance mode"),
@@ -426,12 +438,19 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     ),
     "dma_single_queue_run_ns": _m("DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"),
     "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
-    "dma_first_byte_ns": _m("DMAOV figures 3, 5 to 7: 739 to 1,000 ns"),
-    "dma_done_ns": _m("DMAOV figures: 273 to 335 ns"),
+    "dma_first_byte_ns": _m(
+        "DMAOV figures 3, 5 to 7: 739 to 1,000 ns; DMABW: about 1,300 from semaphore to start",
+        739.0,
+        1_300.0,
+    ),
+    "dma_done_ns": _m("DMAOV figures: 273 to 335 ns", 273.0, 335.0),
     "dma_static_issue_ns": _a("not published"),
     "hwdge_ns": _d("DGE: about 600 ns per transfer"),
     "dma_auto_issue_ns": _m(
-        "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns"
+        "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns; ARCH2: two"
+        " generators, 600 ns each",
+        300.0,
+        747.0,
     ),
     "dma_transpose_hbm_share": _d("ARCH2: up to 90 % of the copy rate"),
     "dma_transpose_sbuf_share": _d("ARCH2: up to 50 %"),
@@ -446,7 +465,7 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     ),
     "launch_ns": _m("fit to QoR of LIB's mlp_tkg on one core", 8_000.0, 16_000.0),
     "launch_pair_ns": _m("fit to QoR of LIB's mlp_tkg on two cores", 4_500.0, 12_500.0),
-    "semaphore_ns": _m("DMAOV figures: 10 to 35 ns"),
+    "semaphore_ns": _m("DMAOV figures: 10 to 35 ns", 10.0, 35.0),
     "loop_iteration_ns": _a("not published"),
     "register_load_sbuf_ns": _a("not published"),
     "register_load_hbm_ns": _a("not published; about one small DMA"),
@@ -515,6 +534,7 @@ TRN1: Final = dataclasses.replace(
     vector_clock_ghz=1.12,
     scalar_clock_ghz=1.4,
     gpsimd_clock_ghz=1.4,
+    matmul_floor_cycles=64,
     fp32_transpose_passes=4,
     scalar_overhead_cycles=263,
     wide_stride_share=0.5,

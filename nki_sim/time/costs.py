@@ -172,14 +172,12 @@ def price_compute(op: str, engine: int, facts: ComputeFacts, chip: Hardware) -> 
         cycles = facts.elements / vector_rate(op, facts, chip)
         if op == "bn_aggr":
             cycles = 13 * facts.elements / 3
-        if facts.reads_accumulator:
+        if facts.reads_accumulator and op != "range_select":  # N cycles (older ISA cost lines)
             cycles += chip.accumulator_read_cycles
-        cycles += slower * chip.vector_overhead_cycles
-        latency = (cycles + chip.vector_overhead_cycles) / chip.vector_clock_ghz
-        occupancy = latency
-        if chip.vector_overlaps_independent:
-            occupancy = max(cycles, chip.vector_floor_cycles) / chip.vector_clock_ghz
-        return ComputePrice(occupancy, latency)
+        fixed = slower * chip.vector_overhead_cycles
+        latency = cycles + fixed + chip.vector_overhead_cycles
+        busy = max(cycles, chip.vector_floor_cycles) + fixed + chip.vector_issue_cycles
+        return ComputePrice(busy / chip.vector_clock_ghz, latency / chip.vector_clock_ghz)
     if engine == SCALAR:
         rate = 1.0
         if op in _COPIES and _HALF.issuperset(facts.dtypes):

@@ -63,6 +63,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "collectives": ("collective_base_ns", "collective_hop_ns", "collective_bytes_per_ns"),
     "Tensor": (
         "matmul_drain_ns",
+        "matmul_floor_cycles",
         "psum_accumulate_factor",
         "stationary_load_floor_cycles",
         "tile_issue_cycles",

@@ -21,9 +21,9 @@ def _file(tmp_path: Path, **estimates: Any) -> Path:
 
 
 def test_what_was_measured_takes_the_place_of_what_was_not(tmp_path: Path) -> None:
-    path = _file(tmp_path, hwdge_ns=321.5, vector_overlaps_independent=1, launch_ns=9e3)
+    path = _file(tmp_path, hwdge_ns=321.5, stationary_reuse_skips_load=0, launch_ns=9e3)
     chip = read_hardware(path)
-    assert (chip.hwdge_ns, chip.vector_overlaps_independent) == (321.5, 1)
+    assert (chip.hwdge_ns, chip.stationary_reuse_skips_load) == (321.5, 0)
     assert chip.varied("hwdge_ns", TRN2.hwdge_ns / 321.5).hwdge_ns == pytest.approx(TRN2.hwdge_ns)
     assert chip.provenance("hwdge_ns") == TRN2.provenance("hwdge_ns")
 

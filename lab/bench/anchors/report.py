@@ -96,31 +96,30 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Draw estimates with their ranges over published times, both halves, doubtful rows faint."""
+    """Draw estimates with their ranges over published times, both halves, without doubtful ones."""
+    sure = [row for row in rows if not row.doubt]
+    if not sure:
+        raise ValueError("no row has a time that is surely its own. Run more kernels.")
     figure = Figure(figsize=(6.4, 6.0), dpi=100, layout="constrained")
     axes = figure.subplots()
     for half, colour in COLOURS.items():
-        for is_doubtful in (True, False):
-            some = [r for r in rows if r.half == half and bool(r.doubt) == is_doubtful]
-            if not some:
-                continue
-            chip, middle = [r.chip_us for r in some], [r.estimate_us for r in some]
-            below = [r.estimate_us - r.low_us for r in some]
-            above = [r.high_us - r.estimate_us for r in some]
-            label = f"{half.replace('_', ' ')}{', doubtful times' if is_doubtful else ''}"
-            strength = 0.18 if is_doubtful else 0.75
-            axes.errorbar(
-                chip,
-                middle,
-                (below, above),
-                fmt="o",
-                ms=2.5,
-                lw=0.5,
-                c=colour,
-                alpha=strength,
-                label=f"{label} ({len(some)})",
-            )
-    ends = (min(r.chip_us for r in rows), max(r.chip_us for r in rows))
+        some = [row for row in sure if row.half == half]
+        if not some:
+            continue
+        below = [row.estimate_us - row.low_us for row in some]
+        above = [row.high_us - row.estimate_us for row in some]
+        axes.errorbar(
+            [row.chip_us for row in some],
+            [row.estimate_us for row in some],
+            (below, above),
+            fmt="o",
+            ms=2.5,
+            lw=0.5,
+            c=colour,
+            alpha=0.75,
+            label=f"{half.replace('_', ' ')} ({len(some)})",
+        )
+    ends = (min(r.chip_us for r in sure), max(r.chip_us for r in sure))
     axes.plot(ends, ends, c="#111111", lw=0.8)
     axes.set(xscale="log", yscale="log", xlabel="published, us", ylabel="simulated, us")
     axes.legend(fontsize=8)

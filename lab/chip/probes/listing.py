@@ -48,13 +48,8 @@ def _probe(name: str, kernel: Any, arguments: tuple[Any, ...], shows: str, **oth
 
 
 _VECTOR: Final = (
-    _probe(
-        "vector copies in a chain",
-        vector.copies,
-        (400, 64, True),
-        "vector_overhead_cycles vector_overlaps_independent",
-    ),
-    _probe("vector copies apart", vector.copies, (400, 64, False), "vector_overlaps_independent"),
+    _probe("vector copies in a chain", vector.copies, (400, 64, True), "vector_overhead_cycles"),
+    _probe("vector copies apart", vector.copies, (400, 64, False), "vector_issue_cycles"),
     _probe("vector copies apart, short", vector.copies, (400, 8, False), "vector_floor_cycles"),
     _probe("16-bit copies", vector.copies_of_16_bits, (8, 16384), "fast_copy_contiguous_speedup"),
     _probe("16-bit copies, strided", vector.copies_of_every_second, (8, 8192), "fast_copy_speedup"),
@@ -292,7 +287,6 @@ _CONTROL: Final = (
 )
 
 SWITCH_PROBES: Final = {
-    "vector_overlaps_independent": ("vector copies in a chain", "vector copies apart"),
     "stationary_reuse_skips_load": (
         "chain through the moving tile",
         "chain through the moving tile, two stationary",

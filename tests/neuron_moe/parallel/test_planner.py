@@ -113,10 +113,11 @@ def test_a_latent_s_projections_count_beside_experts_that_are_smaller() -> None:
 
 
 def test_matmul_cycles_take_the_better_operand_as_stationary() -> None:
+    least = COEFFICIENTS["least_columns"].value  # what one row costs, too
     assert matmul_cycles(128, 128, 128) == 128
-    assert matmul_cycles(1, 128, 128) == 64  # one row still costs 64 columns
-    assert matmul_cycles(8192, 128, 16) == 64 * 64  # rows stationary, 16 columns as 64
-    assert matmul_cycles(16, 256, 8192) == 2 * 64 * 64
+    assert matmul_cycles(1, 128, 128) == least
+    assert matmul_cycles(8192, 128, 16) == 64 * least  # rows stationary, 16 columns as the least
+    assert matmul_cycles(16, 256, 8192) == 2 * 64 * least
 
 
 def test_collective_times_follow_their_coefficients() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nki_sim.hardware import TRN1, TRN2
+from nki_sim.hardware import TRN1, TRN2, Hardware
 from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
 from nki_sim.trace import DMA, GPSIMD, HBM, SBUF, SCALAR, VECTOR, ComputeFacts, DmaFacts
 
@@ -131,14 +131,14 @@ def fully_blocked_matmul(make: Make, m: int, k: int, n: int, dtype: str) -> Time
 
 
 def matmul_train(
-    make: Make, count: int, dtype: str = "bfloat16", k: int = 128, m: int = 128, n: int = 512
+    make: Make, count: int, dtype: str = "bfloat16", n: int = 512, chip: Hardware = TRN2
 ) -> float:
     """Tensor engine time of `count` matmuls on resident tiles, in ns."""
     b = make()
-    stationary, moving, psum = b.tile(m, dtype), b.tile(n, dtype), b.psum(n)
+    stationary, moving, psum = b.tile(128, dtype), b.tile(n, dtype), b.psum(n)
     for _ in range(count):
-        b.matmul(psum, stationary, moving, k=k)
-    return float(schedule(b.trace).busy_ns("tensor"))
+        b.matmul(psum, stationary, moving)
+    return float(schedule(b.trace, chip).busy_ns("tensor"))
 
 
 def mixed_tiles(make: Make) -> float:
@@ -244,7 +244,13 @@ def instruction_points(make: Make) -> list[Point]:
         Point("fp32 matmul N=512", "OPT", "ns", 859, matmul_train(make, 1000, "float32") / 1000),
         Point("2,048 full tiles", "INV-TE", "us", 445, matmul_train(make, 2048) / 1e3),
         Point("2,048 mixed tiles", "INV-TE", "us", 453, mixed_tiles(make) / 1e3, low),
-        Point("matmul N=1", "PERF", "ns", 64 / 2.4, matmul_train(make, 4000, n=1) / 4000),
+        Point(
+            "matmul N=1, trn1",
+            "PERF",
+            "ns",
+            64 / 2.8,
+            matmul_train(make, 4000, n=1, chip=TRN1) / 4000,
+        ),
         Point("bf16 transpose 128x128", "INV-TP", "ns", 81, transposes(make, 1024), throttled),
         Point(
             "Vector copy, PSUM fp32, 512",

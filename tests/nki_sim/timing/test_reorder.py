@@ -19,7 +19,7 @@ SEEDS = range(8)
 MODELS = (LIKELY, ScheduleModel(order="list"))
 
 
-OVERLAPPING = dataclasses.replace(TRN2, vector_overlaps_independent=1)
+OVERLAPPING = dataclasses.replace(TRN2, vector_issue_cycles=0)
 
 
 def played(trace: Any, chip: Any = TRN2, clock_ramp: bool = True, **model: Any) -> Timeline:

@@ -22,6 +22,7 @@ def tables() -> dict[str, str]:
         "prefill-by-model": _by_model("prefill_trn2", "T", PREFILL_SIZES, **PLAIN),
         "shares": _shares(),
         "narrow": _narrow(),
+        "anchors": _anchors(),
         **{section: _measured(section) for section in sections},
     }
 
@@ -127,6 +128,22 @@ def _measured(section: str) -> str:
         for row in rows("measured", section=section)
     ]
     return table(("what", "result", "range", "kind", "command"), lines)
+
+
+def _anchors() -> str:
+    """Return how far estimates are from strangers' chip times, by family and half."""
+    lines = [
+        (
+            row["name"].replace("_", " ", 1) if row["name"].startswith("held") else row["name"],
+            str(row["points"]),
+            f"{row['median_ratio']:.2f}",
+            *(_percent([row[share]]) for share in ("median_error", "near_share", "inside_share")),
+            f"{row['median_spread']:.2f}",
+        )
+        for row in rows("anchors_trn2")
+    ]
+    head = ("half: family", "points", "simulated / chip", "median error", "within 30 %")
+    return table((*head, "inside the range", "high / low"), lines)
 
 
 def _percent(shares: Iterable[float]) -> str:
