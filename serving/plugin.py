@@ -61,9 +61,12 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from neuron_moe.serving.own_configs import register_configs
+
     known = ModelRegistry.get_supported_archs()
     for architecture, place in CLASSES.items():
         if architecture not in known:
             ModelRegistry.register_model(architecture, place)
     for architecture in OURS:
         MODELS_CONFIG_MAP[architecture] = OwnSettings
+    register_configs()

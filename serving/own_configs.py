@@ -1,0 +1,61 @@
+"""What vLLM reads of a config.json for which it and the transformers beside it have no class.
+
+vLLM asks a configuration for sizes before it builds a model. Those of our own reader answer, under
+the names that all families share, whatever the file calls them.
+"""
+
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+from neuron_moe.models.loader import CONFIG_FILE, model_types, parse_config
+
+# The class that transformers has of it is asked for the heads of all layers, and raises.
+REFUSING = ("step3p7",)
+# What vLLM reads beside sizes, of the file itself.
+KEPT = ("architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype")
+
+
+class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Facts of a checkpoint, as its family's `Config` has them."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return what transformers makes of the facts of a config.json; arguments as there.
+
+        Raises:
+            ValueError: it is not as it must be.
+        """
+        written = {key: value for key, value in config_dict.items() if key[0] != "_"}
+        _, facts = parse_config(written | {"model_type": cls.model_type}, CONFIG_FILE)
+        plain = {field.name: getattr(facts, field.name) for field in fields(facts)}
+        found = {key: value for key, value in plain.items() if isinstance(value, int | float)}
+        found["layer_types"] = list(getattr(facts, "layer_types", ())) or None
+        found |= {key: written[key] for key in KEPT if key in written}
+        return super().from_dict(found, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Say how to make it anew in another process, where its class is made anew, too."""
+        return _restore, (self.model_type, vars(self))
+
+
+def _restore(model_type: str, state: dict[str, Any]) -> PreTrainedConfig:
+    made = own_config(model_type)()
+    vars(made).update(state)
+    return made
+
+
+@cache
+def own_config(model_type: str) -> type[PreTrainedConfig]:
+    """Return the class of a model type; there is one in a process."""
+    return type(OwnConfig.__name__, (OwnConfig,), {"model_type": model_type})
+
+
+def register_configs() -> None:
+    """Let vLLM read every model type that we read; a second call changes nothing."""
+    for name in model_types():
+        if name in REFUSING or (name not in _CONFIG_REGISTRY and name not in CONFIG_MAPPING):
+            _CONFIG_REGISTRY[name] = own_config(name)
