@@ -1,9 +1,10 @@
-"""What vLLM reads of a config.json for which it and the transformers beside it have no class.
+"""What vLLM reads of a config.json for which neither it nor its transformers has a usable class.
 
 vLLM asks a configuration for sizes before it builds a model. Those of our own reader answer, under
 the names that all families share, whatever the file calls them.
 """
 
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -13,14 +14,21 @@ from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
 from neuron_moe.models.loader import CONFIG_FILE, model_types, parse_config
 
-# The class that transformers has of it is asked for the heads of all layers, and raises.
-REFUSING = ("step3p7",)
+# There is a class, which some files are not for: of the first, vLLM's refuses kinds of layers that
+# transformers writes; that of the second does not tell heads, which differ by layer.
+REFUSING = ("deepseek_v4", "step3p7")
 # What vLLM reads beside sizes, of the file itself.
 KEPT = ("architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype")
 
 
 class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Facts of a checkpoint, as its family's `Config` has them."""
+    """Facts of a checkpoint, as its family's `Config` has them.
+
+    Attributes:
+        theirs: the class that there is of this model type, asked first.
+    """
+
+    theirs = None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -29,6 +37,11 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
         Raises:
             ValueError: it is not as it must be.
         """
+        if cls.theirs is not None:
+            with suppress(Exception):  # they refuse with errors of every kind
+                made = cls.theirs.from_dict(dict(config_dict), **kwargs)
+                if made.get_text_config().num_attention_heads:
+                    return made
         written = {key: value for key, value in config_dict.items() if key[0] != "_"}
         _, facts = parse_config(written | {"model_type": cls.model_type}, CONFIG_FILE)
         plain = {field.name: getattr(facts, field.name) for field in fields(facts)}
@@ -49,9 +62,11 @@ def _restore(model_type: str, state: dict[str, Any]) -> PreTrainedConfig:
 
 
 @cache
-def own_config(model_type: str) -> type[PreTrainedConfig]:
+def own_config(model_type: str) -> type[OwnConfig]:
     """Return the class of a model type; there is one in a process."""
-    return type(OwnConfig.__name__, (OwnConfig,), {"model_type": model_type})
+    known = (each for each in (_CONFIG_REGISTRY, CONFIG_MAPPING) if model_type in each)
+    theirs = next((each[model_type] for each in known), None)
+    return type(OwnConfig.__name__, (OwnConfig,), {"model_type": model_type, "theirs": theirs})
 
 
 def register_configs() -> None:

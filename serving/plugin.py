@@ -34,7 +34,8 @@ class OwnSettings:
         facts, text = model_config.model_arch_config, model_config.hf_text_config
         if facts.is_deepseek_mla:
             facts.is_deepseek_mla = False
-            facts.head_size = text.qk_nope_head_dim + text.qk_rope_head_dim
+            if hasattr(text, "qk_nope_head_dim"):  # not of entries
+                facts.head_size = text.qk_nope_head_dim + text.qk_rope_head_dim
 
     @staticmethod
     def verify_and_update_config(config: Any) -> None:

@@ -36,6 +36,7 @@ OWN_SIZES = {
     "kimi_linear": {"qk_nope_head_dim": 24},
     "kimi_k3": {"qk_nope_head_dim": 24},
     "bailing_hybrid": {"qk_nope_head_dim": 24},
+    "deepseek_v4": {"head_dim": 16},  # any: none of it is vLLM's attention
     "hy_v4": {"qk_nope_head_dim": 24},
     "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
     "glm4_moe_lite": {"qk_nope_head_dim": 24},
@@ -87,8 +88,8 @@ RECURRENT = (
     "kimi_linear",
     "kimi_k3",
     "bailing_hybrid",
+    "deepseek_v4",
 )
-NOT_SERVED = ("deepseek_v4",)  # keeps entries
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
