@@ -45,6 +45,7 @@ from tests.models.families import FAMILIES
 from tests.serving.conftest import FIRST, OTHERS, RECURRENT, Folders
 
 CONFIG = "vllm.model_executor.models.config"
+OWN_CONFIGS = "neuron_moe.serving.own_configs"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
@@ -156,6 +157,7 @@ def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in (
         ("vllm", {"ModelRegistry": registry}),
         (CONFIG, {"MODELS_CONFIG_MAP": settings}),
+        (OWN_CONFIGS, {"register_configs": lambda: None}),
     ):
         module = types.ModuleType(name)
         vars(module).update(value)
