@@ -7,7 +7,7 @@ the names that all families share, whatever the file calls them.
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
@@ -28,7 +28,7 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
         theirs: the class that there is of this model type, asked first.
     """
 
-    theirs = None
+    theirs: ClassVar[Any] = None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -66,7 +66,9 @@ def own_config(model_type: str) -> type[OwnConfig]:
     """Return the class of a model type; there is one in a process."""
     known = (each for each in (_CONFIG_REGISTRY, CONFIG_MAPPING) if model_type in each)
     theirs = next((each[model_type] for each in known), None)
-    return type(OwnConfig.__name__, (OwnConfig,), {"model_type": model_type, "theirs": theirs})
+    facts = {"model_type": model_type, "theirs": theirs}
+    made: type[OwnConfig] = type(OwnConfig.__name__, (OwnConfig,), facts)
+    return made
 
 
 def register_configs() -> None:
