@@ -43,11 +43,13 @@ class CompressedAttention(nn.Module):
         core: called as `attend_pooled`; a server's finds the view of each sequence itself. The
             leading axes are [1, T] in prefill and [T, 1] in decode then.
         whole: modules that every rank holds whole, for they make what heads share.
+        read_weights: projections whose weights are read here, so that they stay plain.
     """
 
     core: Callable[["CompressedAttention", Tensor, Tokens, Any], Tensor]
 
     whole = ("q_a_proj", "kv_proj", "compressor", "indexer")
+    read_weights = ("o_a_proj",)
 
     def __init__(self, config: DeepseekV4Config, layer: int, dtype: torch.dtype) -> None:
         super().__init__()

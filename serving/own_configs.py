@@ -21,7 +21,7 @@ REFUSING = ("deepseek_v4", "step3p7")
 KEPT = ("architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype")
 
 
-class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
+class OwnConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """Facts of a checkpoint, as its family's `Config` has them.
 
     Attributes:
@@ -45,9 +45,9 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
         written = {key: value for key, value in config_dict.items() if key[0] != "_"}
         _, facts = parse_config(written | {"model_type": cls.model_type}, CONFIG_FILE)
         plain = {field.name: getattr(facts, field.name) for field in fields(facts)}
-        found = {key: value for key, value in plain.items() if isinstance(value, int | float)}
+        found: dict[str, Any] = {key: written[key] for key in KEPT if key in written}
+        found |= {key: value for key, value in plain.items() if isinstance(value, int | float)}
         found["layer_types"] = list(getattr(facts, "layer_types", ())) or None
-        found |= {key: written[key] for key in KEPT if key in written}
         return super().from_dict(found, **kwargs)
 
     def __reduce__(self) -> Any:
