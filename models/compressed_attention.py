@@ -11,6 +11,9 @@ Source: transformers, `models/deepseek_v4/modular_deepseek_v4.py`.
 Letters beside those of `decoder`: R rank of a latent, E entries of a sequence, G groups of heads.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +24,15 @@ from neuron_moe.models.deepseek_v4_config import SLIDING, SPARSE, DeepseekV4Conf
 from neuron_moe.models.layers import unit_rms
 
 
+def attend_pooled(
+    layer: "CompressedAttention", hidden_USH: Tensor, tokens: Tokens, view: PooledView | None
+) -> Tensor:
+    """Compute a layer with what the view has of each sequence: [U, S, H]."""
+    return layer.compute(hidden_USH, tokens, need_view(view))
+
+
 class CompressedAttention(nn.Module):
-    """Attention of a layer; attributes are those of `GroupedAttention`, but there is no core.
+    """Attention of a layer; attributes are those of `GroupedAttention`.
 
     Args:
         config: sizes.
@@ -30,14 +40,21 @@ class CompressedAttention(nn.Module):
         dtype: of the parameters, but of `sinks` and what `Compressor` says.
 
     Attributes:
+        core: called as `attend_pooled`; a server's finds the view of each sequence itself. The
+            leading axes are [1, T] in prefill and [T, 1] in decode then.
         whole: modules that every rank holds whole, for they make what heads share.
+        read_weights: projections whose weights are read here, so that they stay plain.
     """
 
+    core: Callable[["CompressedAttention", Tensor, Tokens, Any], Tensor]
+
     whole = ("q_a_proj", "kv_proj", "compressor", "indexer")
+    read_weights = ("o_a_proj",)
 
     def __init__(self, config: DeepseekV4Config, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.reach, self.scale = config, config.reach, config.head_dim**-0.5
+        self.core = attend_pooled
         size, head_dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
         latent, inner = config.q_lora_rank, config.o_groups * config.o_lora_rank
         self.cache_shape: CacheShape = ((1, head_dim),)
@@ -86,6 +103,15 @@ class CompressedAttention(nn.Module):
         """What is kept of each sequence beside tokens and entries."""
         return tuple(pool.latest for pool in self.pools)
 
+    def pool_shapes(self, context: int) -> list[StateShape]:
+        """Return what pools keep of a sequence of up to so many tokens."""
+        return [shape for pool in self.pools for shape in (pool.entries(context), pool.latest)]
+
+    def sequence_shapes(self, context: int) -> list[StateShape]:
+        """Return all that a layer needs of a sequence: the latest keys, [W - 1, D], then pools."""
+        latest = StateShape((self.config.sliding_window - 1, self.config.head_dim))
+        return [latest, *self.pool_shapes(context)]
+
     def entries(self, context: int) -> tuple[int, int]:
         """Return how many entries a token attends to after so many, and how many are scored."""
         if self.compressor is None:
@@ -102,8 +128,12 @@ class CompressedAttention(nn.Module):
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: PooledView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        return self.core(self, hidden_USH, tokens, view)
+
+    def compute(self, hidden_USH: Tensor, tokens: Tokens, view: PooledView) -> Tensor:
+        """Return the same of sequences of which each has S new tokens."""
         config, leading = self.config, hidden_USH.shape[:2]
-        view, heads = need_view(view), (*leading, -1, config.head_dim)
+        heads = (*leading, -1, config.head_dim)
         cos_USd, sin_USd = (table[..., self.columns] for table in tokens.rope)
         latent_USR = self.q_a_norm(self.q_a_proj(hidden_USH))
         query_USQD = unit_rms(self.q_b_proj(latent_USR).view(heads), config.rms_norm_eps)

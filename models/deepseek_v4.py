@@ -59,21 +59,7 @@ class Model(DecoderModel):
             batch_size=batch_size,
             capacity=capacity,
             like=self.embed_tokens.weight,
-            states=[
-                [shape for pool in each.pools for shape in (pool.entries(capacity), pool.latest)]
-                for each in self.attentions
-            ],
-        )
-
-    def forward_tokens(self, *_: Any, **__: Any) -> Tensor:
-        """Refuse: a server's cache has no entries.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "deepseek_v4: layers keep entries of several tokens beside keys, for which no server"
-            " has a cache here. Generate with `neuron-moe generate`."
+            states=[attention.pool_shapes(capacity) for attention in self.attentions],
         )
 
     def _run(self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[Any]) -> Tensor:

@@ -1,8 +1,9 @@
 """A model as one graph of torch.compile: what lies around attention and experts is joined.
 
 Attention is vLLM's operator already, and so are dense projections where it computes them. Experts,
-recurrences and packed projections become operators that a graph calls by number: they choose their
-form at run time. Norms, rotary embedding, routers and residuals around them become few kernels.
+recurrences, attention to entries and packed projections become operators that a graph calls by
+number: they choose their form at run time. Norms, rotary embedding, routers and residuals around
+them become few kernels.
 There is a graph for prefill and one for decode, for any number of tokens, and one for a single
 token, into which a custom kernel for experts goes as it is.
 
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import StateView
-from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.compressed_attention import CompressedAttention
+from neuron_moe.models.decoder import DecoderModel, Tokens
 from neuron_moe.models.delta_net import Inputs, Recurrent
 from neuron_moe.models.dense_forms import PackedLinear
 from neuron_moe.moe import MoE
@@ -35,6 +37,9 @@ _library.define("linear(Tensor rows, int number, int size) -> Tensor")
 _library.define("experts(Tensor rows, Tensor affinities, Tensor index, int number) -> Tensor")
 _library.define(
     "recur(Tensor mixed, Tensor log_decay, Tensor rate, int number, int heads, int size) -> Tensor"
+)
+_library.define(
+    "attend(Tensor hidden, Tensor places, Tensor cos, Tensor sin, int number) -> Tensor"
 )
 _INPUTS = ("ids_T", "places_T", "phase")  # of a graph
 _hidden: dict[int, Callable[..., Tensor]] = {}
@@ -66,7 +71,13 @@ def _recur_fake(mixed: Tensor, _decay: Tensor, _rate: Tensor, _: int, *answer: i
     return mixed.new_empty((*mixed.shape[:2], *answer), dtype=torch.float32)
 
 
+def _attend(hidden: Tensor, places: Tensor, cos: Tensor, sin: Tensor, number: int) -> Tensor:
+    return _hidden[number](hidden, places, cos, sin)
+
+
 _library.impl("linear", _linear, "CPU")
+_library.impl("attend", _attend, "CPU")
+_library._register_fake("attend", lambda hidden, *_: torch.empty_like(hidden))
 _library.impl("recur", _recur, "CPU")
 _library._register_fake("recur", _recur_fake)
 _library.impl("experts", _experts, "CPU")
@@ -172,6 +183,21 @@ def _hide_recurrence(layer: Recurrent) -> None:
     layer.core = recur
 
 
+def _hide_entries(layer: CompressedAttention) -> None:
+    core = layer.core
+
+    def compute(hidden: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return core(layer, hidden, Tokens(places, (cos, sin), None), None)
+
+    number = _hide(compute)
+
+    def attend(_layer: CompressedAttention, hidden: Tensor, tokens: Tokens, _view: None) -> Tensor:
+        out: Tensor = torch.ops.neuron_moe.attend(hidden, tokens.places_US, *tokens.rope, number)
+        return out
+
+    layer.core = attend
+
+
 def _guards_of_inputs(guards: Sequence[Any]) -> list[bool]:
     """Say which conditions of a graph are looked at before each step: not those on the model.
 
@@ -239,4 +265,6 @@ def join(model: DecoderModel, compiler: str) -> Joined:
             _hide_linear(module)
         elif isinstance(module, Recurrent):
             _hide_recurrence(module)
+        elif isinstance(module, CompressedAttention):
+            _hide_entries(module)
     return Joined(model.forward_tokens, compiler)

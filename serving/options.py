@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 
 from neuron_moe.errors import check_choice, check_positive_int, closest
+from neuron_moe.models.attention import StateShape
+from neuron_moe.models.compressed_attention import CompressedAttention
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.delta_net import Recurrent
 from neuron_moe.models.expert_load import moe_layers
@@ -146,20 +148,31 @@ def architecture_of(model: DecoderModel) -> str:
     """Return the name of our class in vLLM that serves a model.
 
     Raises:
-        ValueError: its layers keep nothing of each token, or what vLLM has no cache for.
+        ValueError: all layers keep a state of each sequence, which vLLM has no cache for.
     """
-    if not all(hasattr(layer, "core") for layer in model.attentions):
+    layers = model.attentions
+    if not any(layer.cache_shape for layer in layers):
         raise ValueError(
-            f"layers: {type(model.config).__name__} keeps entries of several tokens beside keys,"
-            " for which vLLM has no cache here. Generate with `neuron-moe generate`."
-        )
-    recurrent = [isinstance(layer, Recurrent) for layer in model.attentions]
-    if not any(layer.cache_shape for layer in model.attentions):
-        raise ValueError(
-            f"layers: all {len(recurrent)} keep a state of each sequence, one must attend: vLLM"
+            f"layers: all {len(layers)} keep a state of each sequence, one must attend: vLLM"
             " has no cache for this one. Generate with `neuron-moe generate`."
         )
-    return HYBRID_ARCHITECTURE if any(recurrent) else ARCHITECTURE
+    keeps_states = any(isinstance(layer, Recurrent | CompressedAttention) for layer in layers)
+    return HYBRID_ARCHITECTURE if keeps_states else ARCHITECTURE
+
+
+def page_shapes(model: DecoderModel, longest: int) -> list[StateShape]:
+    """Return what a page of states holds, of a layer with a memory, or of all layers with entries.
+
+    Args:
+        model: to be served.
+        longest: tokens of a sequence.
+    """
+    layers = model.attentions
+    pooled = [each for each in layers if isinstance(each, CompressedAttention)]
+    if pooled:
+        return [shape for each in pooled for shape in each.sequence_shapes(longest)]
+    recurrent = [each.state_shapes for each in layers if isinstance(each, Recurrent)]
+    return list(recurrent[0]) if recurrent else []
 
 
 def text_places(token_ids: Sequence[int], images: Sequence[Any]) -> tuple[torch.Tensor, int]:

@@ -34,7 +34,8 @@ class OwnSettings:
         facts, text = model_config.model_arch_config, model_config.hf_text_config
         if facts.is_deepseek_mla:
             facts.is_deepseek_mla = False
-            facts.head_size = text.qk_nope_head_dim + text.qk_rope_head_dim
+            if hasattr(text, "qk_nope_head_dim"):  # not of entries
+                facts.head_size = text.qk_nope_head_dim + text.qk_rope_head_dim
 
     @staticmethod
     def verify_and_update_config(config: Any) -> None:
@@ -61,9 +62,12 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from neuron_moe.serving.own_configs import register_configs
+
     known = ModelRegistry.get_supported_archs()
     for architecture, place in CLASSES.items():
         if architecture not in known:
             ModelRegistry.register_model(architecture, place)
     for architecture in OURS:
         MODELS_CONFIG_MAP[architecture] = OwnSettings
+    register_configs()

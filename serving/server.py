@@ -17,6 +17,7 @@ import torch
 
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.experts import RoutedExperts
+from neuron_moe.models.compressed_attention import CompressedAttention
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.delta_net import Recurrent, bytes_of
 from neuron_moe.models.loader import build_model
@@ -31,6 +32,7 @@ from neuron_moe.serving.options import (
     check_product_form,
     check_servable,
     hf_overrides,
+    page_shapes,
 )
 from neuron_moe.serving.vllm_server import MODULE, REFUSED
 
@@ -149,6 +151,8 @@ class ServerSettings:
 def _bytes_per_sequence(model: DecoderModel, longest: int) -> int:
     """Return what vLLM's pages of all layers hold of a sequence of `longest` tokens."""
     dtype, layers = model.embed_tokens.weight.dtype, model.attentions
+    if isinstance(layers[0], CompressedAttention):  # one page for all layers; three as below
+        return 3 * bytes_of(page_shapes(model, longest), dtype)
     sizes = [each.core_sizes(PREFILL) for each in layers if each.cache_shape]
     # Keys, and values as long.
     of_token = [2 * each.kv_heads * each.key_size * dtype.itemsize for each in sizes]

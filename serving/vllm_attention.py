@@ -11,10 +11,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 
 from neuron_moe.models.attention import AttentionFacts, CacheView
+from neuron_moe.models.compressed_attention import CompressedAttention
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.delta_net import Recurrent
 from neuron_moe.serving.heads import gather_columns, own_heads, ranks_of_heads
 from neuron_moe.serving.options import PREFILL, check_servable
+from neuron_moe.serving.vllm_entries import put_entry_cores
 from neuron_moe.serving.vllm_states import StateCore
 
 
@@ -98,9 +100,10 @@ def put_cores(model: DecoderModel, config: VllmConfig, prefix: str) -> None:
         ValueError: vLLM has no cache for it, or sequences are longer than the model computes.
     """
     check_servable(model, config.model_config.max_model_len)
+    put_entry_cores(model, config, prefix)
     for layer, attention in enumerate(model.attentions):
         name = f"{prefix}.layers.{layer}.self_attn".lstrip(".")
         if isinstance(attention, Recurrent):
             attention.core = StateCore(attention, config, model.embed_tokens.weight.dtype, name)
-        elif attention.cache_shape:
+        elif attention.cache_shape and not isinstance(attention, CompressedAttention):
             attention.core = PagedCore(attention, config, name)

@@ -168,7 +168,9 @@ def _phase() -> str:
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict):
         return "prefill"  # vLLM's warm-up
-    # Those of recurrent layers say it otherwise, and there is an attention beside them.
-    longest = [getattr(layer, "max_query_len", 1) for layer in metadata.values()]
-    is_decode = max(longest) == 1
-    return "decode" if is_decode else "prefill"
+    # Attention says how long the longest is; layers that keep states, how many bring several.
+    several = (
+        getattr(layer, "num_prefills", 0) or getattr(layer, "max_query_len", 1) > 1
+        for layer in metadata.values()
+    )
+    return "prefill" if any(several) else "decode"

@@ -1,6 +1,7 @@
 """vLLM's pages of states as the core of our recurrent layers.
 
-A sequence has one page in each such layer, which holds all that the layer knows of it. vLLM says
+A sequence has one page in each such layer, which holds all that the layer knows of it; of models
+whose layers all keep entries, one for all of them (`serving/vllm_entries.py`). vLLM says
 which page that is, and lines sequences up: first those that bring one token and go on, then those
 that bring several or begin.
 
@@ -11,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +22,49 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from neuron_moe.models.attention import StateView
+from neuron_moe.models.attention import StateShape, StateView
 from neuron_moe.models.delta_net import Inputs, Recurrent, State, bytes_of
 from neuron_moe.models.loader import build_model
-from neuron_moe.serving.options import text_places
+from neuron_moe.serving.options import page_shapes, text_places
 
 
-class StateCore(MambaBase):  # type: ignore[misc]
-    """Keeps the states of a recurrent layer in vLLM's pages; every rank keeps them whole.
+class Run(NamedTuple):
+    """Tokens of a step that go on from their pages together.
+
+    Attributes:
+        tokens: which of all tokens.
+        pages_U: [U] the page of each sequence.
+        is_decode: each sequence has one token; else there is one sequence.
+        is_new: it begins: what its page holds is of another one.
+    """
+
+    tokens: slice
+    pages_U: Tensor
+    is_decode: bool
+    is_new: bool
+
+
+class StatePages(MambaBase):  # type: ignore[misc]
+    """Pages of states, of which a sequence has one; every rank keeps them whole.
 
     To vLLM a page is so many bytes. It holds the states in turn, the last first: that is the one
     of float32, so that each lies at a multiple of its numbers' size.
 
     Args:
-        layer: the module it computes for.
+        shapes: of the states.
         config: of the server.
         dtype: of the model, and so of states that name none.
         prefix: name of the layer, unique in the model.
+
+    Attributes:
+        states: [pages, ..] each, as `shapes`.
     """
 
     def __init__(
-        self, layer: Recurrent, config: VllmConfig, dtype: torch.dtype, prefix: str
+        self, shapes: Sequence[StateShape], config: VllmConfig, dtype: torch.dtype, prefix: str
     ) -> None:
-        self._shapes, self._dtype, self._prefix = layer.state_shapes, dtype, prefix
-        self._states: State = ()
+        self._shapes, self._dtype, self._prefix = shapes, dtype, prefix
+        self.states: State = ()
         self.kv_cache: State = ()
         config.compilation_config.static_forward_context[prefix] = self
 
@@ -57,7 +77,7 @@ class StateCore(MambaBase):  # type: ignore[misc]
             last = first + prod(shape.sizes) * dtype.itemsize
             states.append(pages[:, first:last].view(dtype).view(-1, *shape.sizes))
             first = last
-        self._states = tuple(reversed(states))
+        self.states = tuple(reversed(states))
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shape of a page."""
@@ -72,39 +92,61 @@ class StateCore(MambaBase):  # type: ignore[misc]
         """The plainest of vLLM's kinds: which page, and whether it holds anything yet."""
         return MambaAttentionBackendEnum.SHORT_CONV
 
-    def __call__(self, layer: Recurrent, inputs: Inputs, _view: StateView | None) -> Tensor:
-        """Return [.., N, V]; arguments as of `models.delta_net.Recurrence`, the last one unread."""
-        leading, flat = inputs.mixed_USC.shape[:2], [part.flatten(0, 1) for part in inputs[:3]]
+    def runs(self) -> list[Run] | None:
+        """Return all tokens of this step in their order; None in vLLM's warm-up."""
         metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):  # vLLM's warm-up
-            new = Inputs(*(part[None] for part in flat))
-            return layer.recur(new, layer.empty_state(1, flat[0]))[0].view(*leading, *layer.answer)
-        facts = metadata[self._prefix]
-        parts = []
+        if not isinstance(metadata, dict):
+            return None
+        facts, found = metadata[self._prefix], []
         if facts.num_decodes:
-            page_U = facts.state_indices_tensor_d[:, 0].long()
-            tokens = Inputs(*(part[: facts.num_decodes, None] for part in flat))
-            parts.append(self._go_on(layer, tokens, page_U)[:, 0])
+            pages_U = facts.state_indices_tensor_d[:, 0].long()
+            found.append(Run(slice(facts.num_decodes), pages_U, is_decode=True, is_new=False))
         if facts.num_prefills:
             ends = (facts.query_start_loc_p + facts.num_decode_tokens).tolist()
             has_state, pages = facts.has_initial_states_p, facts.state_indices_tensor_p.long()
             for row, (first, last) in enumerate(itertools.pairwise(ends)):
-                tokens = Inputs(*(part[None, first:last] for part in flat))
+                is_new = not has_state[row]
                 page_1 = pages[row : row + 1]
-                parts.append(self._go_on(layer, tokens, page_1, is_new=not has_state[row])[0])
+                found.append(Run(slice(first, last), page_1, is_decode=False, is_new=is_new))
+        return found
+
+
+class StateCore(StatePages):
+    """Keeps the states of a recurrent layer in pages of its own.
+
+    Args:
+        layer: the module it computes for.
+        config, dtype, prefix: as of `StatePages`.
+    """
+
+    def __init__(
+        self, layer: Recurrent, config: VllmConfig, dtype: torch.dtype, prefix: str
+    ) -> None:
+        super().__init__(layer.state_shapes, config, dtype, prefix)
+
+    def __call__(self, layer: Recurrent, inputs: Inputs, _view: StateView | None) -> Tensor:
+        """Return [.., N, V]; arguments as of `models.delta_net.Recurrence`, the last one unread."""
+        leading, flat = inputs.mixed_USC.shape[:2], [part.flatten(0, 1) for part in inputs[:3]]
+        runs = self.runs()
+        if runs is None:
+            new = Inputs(*(part[None] for part in flat))
+            return layer.recur(new, layer.empty_state(1, flat[0]))[0].view(*leading, *layer.answer)
+        parts = []
+        for run in runs:
+            axis = int(run.is_decode)
+            tokens = Inputs(*(part[run.tokens].unsqueeze(axis) for part in flat))
+            parts.append(self._go_on(layer, tokens, run).squeeze(axis))
         return torch.cat(parts).view(*leading, *layer.answer)
 
-    def _go_on(
-        self, layer: Recurrent, tokens: Inputs, page_U: Tensor, *, is_new: bool = False
-    ) -> Tensor:
+    def _go_on(self, layer: Recurrent, tokens: Inputs, run: Run) -> Tensor:
         """Return [U, S, N, V]; go on from the state in each page, or nothing, and keep the new."""
-        if is_new:
-            state = layer.empty_state(len(page_U), tokens.mixed_USC)
+        if run.is_new:
+            state = layer.empty_state(1, tokens.mixed_USC)
         else:
-            state = tuple(kept[page_U] for kept in self._states)
+            state = tuple(kept[run.pages_U] for kept in self.states)
         out_USNV, new = layer.recur(tokens, state)
-        for kept, tensor in zip(self._states, new, strict=True):
-            kept[page_U] = tensor.to(kept.dtype)
+        for kept, tensor in zip(self.states, new, strict=True):
+            kept[run.pages_U] = tensor.to(kept.dtype)
         return out_USNV
 
 
@@ -127,8 +169,8 @@ class HybridPages:
         """Return the shape of a page of bytes, which all recurrent layers of a model share."""
         settings = vllm_config.model_config
         model: Any = build_model(Path(settings.model), dtype=settings.dtype)
-        layers = [each for each in model.attentions if isinstance(each, Recurrent)]
-        return ((bytes_of(layers[0].state_shapes, settings.dtype) if layers else 0,),)
+        shapes = page_shapes(model, settings.max_model_len)
+        return ((bytes_of(shapes, settings.dtype),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

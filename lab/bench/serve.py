@@ -5,10 +5,12 @@
 Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
 vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so
 that load from outside hits them alike. Each client asks for one answer after the other; rates are
-answer tokens a second of all clients together. Without --model it is a random Qwen3-MoE of 1.2 GB.
+answer tokens a second of all clients together. At the end it tells the peak memory of both. Without
+--model it is a random Qwen3-MoE of 1.2 GB.
 """
 
 import argparse
+import re
 import statistics
 import tempfile
 import time
@@ -18,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from lab.bench.averages import half_quartile_range
@@ -80,8 +83,11 @@ def main(argv: list[str] | None = None) -> int:
         folder = (
             checkpoint_folder(args.model) if args.model else make_qwen3_moe(Path(made) / SAMPLE)
         )
-        rows = [_row(clients, each) for clients, each in _rates(folder, args).items()]
+        rates, peaks = _rates(folder, args)
+    rows = [_row(clients, each) for clients, each in rates.items()]
     _print_table(rows)
+    told = ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items())
+    print(f"peak memory: {told}, ratio {peaks[OURS] / peaks[THEIRS]:.2f}")
     tell_json(
         args.json,
         "bench serve",
@@ -91,12 +97,17 @@ def main(argv: list[str] | None = None) -> int:
         dtype=args.dtype,
         **{name: getattr(args, name) for name in names},
         rows=rows,
+        peak_bytes=peaks,
     )
     return 0
 
 
-def _rates(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
-    """Return the rates of each server by number of clients."""
+Rates = dict[int, dict[str, list[float]]]
+"""Of each server, by number of clients."""
+
+
+def _rates(folder: Path, args: argparse.Namespace) -> tuple[Rates, dict[str, int]]:
+    """Return the rates, and the most memory that each server had."""
     ours = ServerSettings(
         folder=folder,
         name=folder.name,
@@ -114,9 +125,9 @@ def _rates(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, list[f
 
 def _measure(
     settings: dict[str, ServerSettings], args: argparse.Namespace, vocab_size: int
-) -> dict[int, dict[str, list[float]]]:
-    """Return the rates of each server by number of clients."""
-    rates: dict[int, dict[str, list[float]]] = {}
+) -> tuple[Rates, dict[str, int]]:
+    """Return the rates, and the most memory that each server had."""
+    rates: Rates = {}
     with ExitStack() as stack:
         print(f"starting {' and '.join(settings)} ...", flush=True)
         processes = {}
@@ -139,7 +150,20 @@ def _measure(
                     if number:
                         rates[clients][name].append(rate)
                 print(f"{clients} clients, round {number} of {args.repeats}", flush=True)
-    return rates
+        peaks = {name: _peak_bytes(process.pid) for name, process in processes.items()}
+    return rates, peaks
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the sum of the most memory that each process of a server had, by the kernel's count.
+
+    Libraries count in each process that has them.
+    """
+    server = psutil.Process(pid)
+    pids = [each.pid for each in (server, *server.children(recursive=True))]
+    texts = [Path(f"/proc/{each}/status").read_text(encoding="utf-8") for each in pids]
+    found = (re.search(r"VmHWM:\s+(\d+) kB", text) for text in texts)
+    return sum(int(match[1]) << 10 for match in found if match)
 
 
 def _row(clients: int, rates: dict[str, list[float]]) -> dict[str, float]:

@@ -63,7 +63,6 @@ class Family:
         spellings: keys of COMMON that the family calls otherwise.
         is_saved_alike: transformers writes, and needs, what the map says; not so for LongCat, whose
             identities it gives first matrices, and for Gemma 4, whose scales are folded.
-        is_served: servers keep what its layers keep of tokens.
     """
 
     model_type: str
@@ -72,7 +71,6 @@ class Family:
     variant: str | None = "separate"
     spellings: Mapping[str, str] = field(default_factory=dict)
     is_saved_alike: bool = True
-    is_served: bool = True
 
     def config(self, **sizes: Any) -> dict[str, Any]:
         """Return the keys of a tiny config.json, with other sizes where it has them."""
@@ -895,9 +893,7 @@ DEEPSEEK_V4: dict[str, Any] = {
 }
 FAMILIES |= {
     # transformers counts padding into the first entries.
-    "deepseek_v4": Family(
-        "deepseek_v4", DEEPSEEK_V4, pads_alike=False, variant="transformers", is_served=False
-    ),
+    "deepseek_v4": Family("deepseek_v4", DEEPSEEK_V4, pads_alike=False, variant="transformers"),
     "deepseek_v4-published-keys": Family(
         "deepseek_v4",
         {
@@ -924,7 +920,6 @@ FAMILIES |= {
         },
         pads_alike=False,
         variant="transformers",
-        is_served=False,
     ),
 }
 HY4: dict[str, Any] = {
@@ -1093,18 +1088,16 @@ def names(
     *,
     is_long: bool = False,
     is_saved: bool = False,
-    is_served: bool = False,
 ) -> list[Any]:
     """Return the names of FAMILIES as parameters of a test.
 
     Some are slow, and those that transformers does not have yet are skipped. Of a test that is long
     for each, variants of a family are left to the long run. Of one that `is_saved`, those that
-    transformers saves otherwise are left out; of one that `is_served`, those of which servers keep
-    nothing.
+    transformers saves otherwise are left out.
     """
     parameters = []
     for name, family in FAMILIES.items():
-        if (is_saved and not family.is_saved_alike) or (is_served and not family.is_served):
+        if is_saved and not family.is_saved_alike:
             continue
         is_known = family.model_type in CONFIG_MAPPING
         reason = f"transformers {transformers.__version__} has no {family.model_type}"

@@ -11,7 +11,9 @@ from neuron_moe.models.attention import (
     attention_mask,
     count_places,
 )
-from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.compressed_attention import CompressedAttention
+from neuron_moe.models.compressed_entries import PooledView
+from neuron_moe.models.decoder import DecoderModel, Tokens
 from neuron_moe.models.delta_net import Inputs, Recurrent, State
 
 LENGTHS = (5, 21, 12)  # more than two windows of eight
@@ -70,6 +72,33 @@ class States:
         return torch.cat(out).view(*inputs.mixed_USC.shape[:2], *out[0].shape[1:])
 
 
+class Entries:
+    """Attention to entries that keeps what comes in of each sequence, and pools it all anew."""
+
+    def __init__(self, model: DecoderModel, pages: Pages) -> None:
+        self.kept: dict[tuple[int, int], list[Tensor]] = {}
+        self.model, self.pages = model, pages
+
+    def __call__(
+        self, layer: CompressedAttention, hidden: Tensor, tokens: Tokens, view: PooledView | None
+    ) -> Tensor:
+        assert view is None
+        out, first = [], 0
+        flat = [part.flatten(0, 1) for part in (hidden, tokens.places_US, *tokens.rope)]
+        for sequence, count in self.pages.rows:
+            new = [part[first : first + count] for part in flat]
+            old = self.kept.get((id(layer), sequence), [part[:0] for part in new])
+            kept = [torch.cat(pair) for pair in zip(old, new, strict=True)]
+            self.kept[id(layer), sequence] = kept
+            whole, places, cos, sin = (part[None] for part in kept)
+            views = self.model.make_views(torch.ones_like(places).bool(), places, 0, None)
+            own = Tokens(places, (cos, sin), None)
+            made = layer.compute(whole, own, views[self.model.attentions.index(layer)])
+            out.append(made[0, -count:])
+            first += count
+        return torch.cat(out).view(hidden.shape)
+
+
 @torch.inference_mode()
 def assert_flat_form_agrees(model: DecoderModel, vocab_size: int) -> None:
     """Prefill of several sequences in one flat list, then decode, against the padded batch."""
@@ -82,8 +111,11 @@ def assert_flat_form_agrees(model: DecoderModel, vocab_size: int) -> None:
         expected.append(model(step[row].view(1, 1), cache=cache)[0])
     pages = Pages()
     states = States(pages)
+    entries = Entries(model, pages)
     for attention in model.attentions:
         attention.core = states if attention.reach is None else pages
+        if isinstance(attention, CompressedAttention):
+            attention.core = entries
     pages.rows = list(enumerate(LENGTHS))
     places = torch.cat([torch.arange(count) for count in LENGTHS])
     hidden_TH = model.forward_tokens(torch.cat(prompts, dim=1)[0], places)

@@ -25,7 +25,6 @@ from neuron_moe.parallel.topology import instance
 from neuron_moe.planner.coefficients import Machine
 from neuron_moe.quantize.fp8 import E4M3_OCP, dequantize_fp8, quantize_fp8
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
-from neuron_moe.serving.options import check_servable
 from tests.models.families import FAMILIES, reference_of, write_checkpoint
 
 PROMPTS = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
@@ -139,15 +138,6 @@ def test_streams_are_mixed_as_transformers_mixes_them(count: int) -> None:
         expected = post.unsqueeze(-1) * block(collapsed).unsqueeze(-2) + comb.mT @ streams_USNH
         torch.testing.assert_close(ours(streams_USNH, block), expected)
         torch.testing.assert_close(our_head(streams_USNH), head(streams_USNH))
-
-
-def test_a_server_is_refused(folder: Path) -> None:
-    model = load_model(folder)
-    assert isinstance(model, DecoderModel)
-    with pytest.raises(ValueError, match="for which no server has a cache here"):
-        model.forward_tokens(IDS[0], torch.arange(40))
-    with pytest.raises(ValueError, match="DeepseekV4Config keeps entries of several tokens"):
-        check_servable(model, 40)
 
 
 def test_a_table_of_experts_must_be_whole_numbers(folder: Path, tmp_path: Path) -> None:

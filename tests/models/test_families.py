@@ -92,7 +92,7 @@ def test_decode_continues_what_prefill_began(name: str, made: Checkpoints) -> No
     assert relative_error(torch.cat(parts, dim=1), whole) < 5e-5  # a wrong cache: above 1e-2
 
 
-@pytest.mark.parametrize("name", names(is_served=True))
+@pytest.mark.parametrize("name", names())
 def test_the_flat_form_is_the_padded_batch(name: str, made: Checkpoints) -> None:
     assert_flat_form_agrees(load_model(made(name), dtype=torch.float32), 300)
 

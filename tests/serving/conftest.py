@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
+from neuron_moe.checkpoint import save_checkpoint, unique_parameters
 from neuron_moe.models.generation import GenerationOptions, generate
-from neuron_moe.models.loader import load_model, read_config
+from neuron_moe.models.loader import CONFIG_FILE, load_model, parse_config, read_config
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.serving.environment import server_environment
 from tests.models.families import FAMILIES, write_checkpoint
@@ -33,6 +35,8 @@ OWN_SIZES = {
     "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
     "kimi_linear": {"qk_nope_head_dim": 24},
     "kimi_k3": {"qk_nope_head_dim": 24},
+    "bailing_hybrid": {"qk_nope_head_dim": 24},
+    "deepseek_v4": {"head_dim": 16},  # any: none of it is vLLM's attention
     "hy_v4": {"qk_nope_head_dim": 24},
     "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
     "glm4_moe_lite": {"qk_nope_head_dim": 24},
@@ -71,6 +75,7 @@ OTHERS = (
     "gemma4_text",
     "hy_v4",
     "step3p5",
+    "step3p5-biases",  # with a vision tower beside the text model
     "phimoe",
 )
 # With layers that keep a state of each sequence.
@@ -82,9 +87,9 @@ RECURRENT = (
     "lfm2_moe",
     "kimi_linear",
     "kimi_k3",
+    "bailing_hybrid",
+    "deepseek_v4",
 )
-# The first is unknown to the transformers that vLLM's wheel asks for; the second keeps entries.
-NOT_SERVED = ("bailing_hybrid", "deepseek_v4")
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
@@ -105,7 +110,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
             made[name] = tmp_path_factory.mktemp("served")
             sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
             config = FAMILIES[name].config(**sizes | OWN_SIZES.get(name.partition("-")[0], {}))
-            write_checkpoint(config, made[name], seed=len(name))
+            write = write_checkpoint if config["model_type"] in CONFIG_MAPPING else _write_own
+            write(config, made[name], seed=len(name))
             if name == "step3p5":
                 _publish(made[name])
         return made[name]
@@ -113,11 +119,23 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return make
 
 
-def _publish(folder: Path) -> None:
-    """Make a checkpoint of Step-3.7 one of Step-3.5: of text alone, with lists by layer.
+def _write_own(values: dict[str, Any], folder: Path, seed: int) -> None:
+    """Write what `write_checkpoint` does, of a family that transformers has no class of here."""
+    torch.manual_seed(seed)
+    values = {"rms_norm_eps": 1e-6, **values}  # usual in transformers
+    (folder / CONFIG_FILE).write_text(json.dumps(values))
+    model_file, config = parse_config(values, folder)
+    model = model_file.Model(config, dtype=torch.float32)
+    parameters = unique_parameters(model)
+    with torch.no_grad():
+        for tensor in parameters.values():
+            tensor.copy_(torch.randn_like(tensor) * 0.2 + (tensor if tensor.ndim == 1 else 0))
+    variant = FAMILIES[values["model_type"]].variant
+    save_checkpoint(parameters, model_file.weight_map(config), folder, variant=variant)
 
-    Of the class that transformers has, vLLM asks the number of heads, which differs by layer.
-    """
+
+def _publish(folder: Path) -> None:
+    """Make a checkpoint of Step-3.7 one of Step-3.5: of text alone, with lists by layer."""
     text = read_config(folder)["text_config"]
     kinds, ropes = text["layer_types"], text.pop("rope_parameters")
     own = "rope_theta", "partial_rotary_factor"

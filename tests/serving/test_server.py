@@ -42,9 +42,10 @@ from neuron_moe.serving.server import (
 from neuron_moe.serving.vllm_server import REFUSED
 from neuron_moe.tools import cli
 from tests.models.families import FAMILIES
-from tests.serving.conftest import FIRST, NOT_SERVED, OTHERS, RECURRENT, Folders
+from tests.serving.conftest import FIRST, OTHERS, RECURRENT, Folders
 
 CONFIG = "vllm.model_executor.models.config"
+OWN_CONFIGS = "neuron_moe.serving.own_configs"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
@@ -96,6 +97,17 @@ def test_recurrent_layers_get_a_class_and_a_cache_of_their_own(folder_of: Folder
     assert int(flags["kv-cache-memory-bytes"]) == 8 * (1 + 3 * 3) * 128 * 2 * 2 * 32 * 2
 
 
+def test_layers_with_entries_share_a_page_of_each_sequence(folder_of: Folders) -> None:
+    arguments = _settings(folder=folder_of("deepseek_v4"), max_model_len=64).arguments()
+    flags = dict(each.removeprefix("--").split("=", 1) for each in arguments if "=" in each)
+    assert json.loads(flags["hf-overrides"]) == hf_overrides(HYBRID_ARCHITECTURE)
+    latest = 7 * 16  # keys of a window of eight
+    sparse = 17 * 16 + 7 * 4 * 16 + 17 * 8 + 7 * 4 * 8  # of each four: entries, values, weights
+    heavy = 9 * 16 + 7 * 2 * 16  # of each eight
+    # Three pages in bf16: two where prefixes are cached, one in reserve.
+    assert int(flags["kv-cache-memory-bytes"]) == 8 * 3 * (3 * latest + sparse + heavy) * 2
+
+
 def test_a_model_whose_layers_all_keep_states_is_refused(folder_of: Folders) -> None:
     model: Any = build_model(folder_of("granitemoehybrid"))
     for layer in model.attentions:
@@ -107,7 +119,7 @@ def test_a_model_whose_layers_all_keep_states_is_refused(folder_of: Folders) -> 
 def test_every_family_runs_inside_vllm_in_the_tests() -> None:
     names = [name for name in (*FIRST, *OTHERS, *RECURRENT) if name != TINY_NAME]
     types = [FAMILIES[name].model_type for name in names]
-    run = {find_model_file(each).__name__ for each in ("gpt_oss", *types, *NOT_SERVED)}
+    run = {find_model_file(each).__name__ for each in ("gpt_oss", *types)}
     every = {find_model_file(each).__name__ for each in model_types()}
     assert every == run
 
@@ -145,6 +157,7 @@ def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in (
         ("vllm", {"ModelRegistry": registry}),
         (CONFIG, {"MODELS_CONFIG_MAP": settings}),
+        (OWN_CONFIGS, {"register_configs": lambda: None}),
     ):
         module = types.ModuleType(name)
         vars(module).update(value)

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,34 +123,51 @@ def test_compiled_models_give_the_same_tokens(name: str, folder_of: Folders, run
 
 CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 512, "block_size": 32}
 BEGUN = ", prefixes cached"
+SHORT = ", few pages"
 FEW = 6, 4  # prompts: their own recurrences take most of the time
 
 
+RECURRENT_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": (PLAIN, {}),
+    MEASURED_TOO: ({}, {}),
+    BEGUN: (PLAIN, CACHED),
+    ", joined": (FORMS["joined"], {}),
+    # Eight sequences take more of these pages than there are: some wait, or begin anew.
+    SHORT: (PLAIN, CACHED | {"num_gpu_blocks_override": 8}),
+}
+RECURRENT_CASES = [
+    (name, form)
+    for name in RECURRENT
+    for form in RECURRENT_FORMS
+    if form != SHORT or name == "deepseek_v4"  # others' pages are of tokens, too
+]
+
+
 @pytest.fixture(scope="module")
-def answers_of_recurrent(folder_of: Folders, run_vllm: Run) -> Answers:
-    """Return what one process answered for families whose layers keep states, eight at once."""
-    requests = {
-        name + form: _request(folder_of(name), options, max_num_seqs=8, **settings)
-        | {"prompts": asked(folder_of(name), *FEW)[0], "counts": True}
-        for name in RECURRENT
-        for form, options, settings in (
-            ("", PLAIN, {}),
-            (MEASURED_TOO, {}, {}),
-            (BEGUN, PLAIN, CACHED),
-            (", joined", FORMS["joined"], {}),
-        )
-    }
-    return dict(zip(requests, run_vllm([*requests.values()]), strict=True))
+def answers_of_recurrent(folder_of: Folders, run_vllm: Run) -> Callable[[str], Answers]:
+    """Return what answers for a family whose layers keep states, eight at once, in one process."""
+
+    @cache
+    def answers(name: str) -> Answers:
+        folder, prompts = folder_of(name), asked(folder_of(name), *FEW)[0]
+        requests = {
+            form: _request(folder, options, max_num_seqs=8, **settings)
+            | {"prompts": prompts, "counts": True}
+            for form, (options, settings) in RECURRENT_FORMS.items()
+            if (name, form) in RECURRENT_CASES
+        }
+        return dict(zip(requests, run_vllm([*requests.values()]), strict=True))
+
+    return answers
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["", MEASURED_TOO, BEGUN, ", joined"])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(("name", "form"), RECURRENT_CASES)
 def test_tokens_of_recurrent_families_equal_our_own(
-    name: str, form: str, answers_of_recurrent: Answers, folder_of: Folders
+    name: str, form: str, answers_of_recurrent: Callable[[str], Answers], folder_of: Folders
 ) -> None:
     _, expected = asked(folder_of(name), *FEW)
-    answer = answers_of_recurrent[name + form]
+    answer = answers_of_recurrent(name)[form]
     assert answer["tokens"] == [expected, expected]
     assert answer["cached"] > 0 or form != BEGUN  # blocks may be longer than what prompts share
 

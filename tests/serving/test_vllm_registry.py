@@ -1,22 +1,29 @@
 """vLLM's registry takes both of our classes, and its parser the lines of docs/serving.md."""
 
 import importlib.util
+import json
+import pickle
 import re
 import shlex
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from neuron_moe.models.loader import build_model, parse_config, read_config
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.serving.options import (
     ARCHITECTURE,
     HYBRID_ARCHITECTURE,
     NATIVE_ARCHITECTURE,
     NATIVE_HYBRID_ARCHITECTURE,
+    architecture_of,
+    hf_overrides,
 )
 from neuron_moe.serving.plugin import register
+from tests.models.families import FAMILIES
 from tests.serving.conftest import Folders
 
 
@@ -56,6 +63,39 @@ def test_the_registry_takes_the_class(name: str, folder_of: Folders) -> None:
         )
         ours = found.get_mamba_state_shape_from_config(settings)
         assert [*map(prod, ours)] == [*map(prod, theirs)]
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize("name", ["bailing_hybrid", "deepseek_v4", "step3p5-biases"])
+def test_our_reader_answers_where_there_is_no_usable_class(name: str, folder_of: Folders) -> None:
+    from neuron_moe.serving.own_configs import OwnConfig
+
+    found, facts = _config_of(folder_of(name)), parse_config(read_config(folder_of(name)), name)[1]
+    for config in (found, pickle.loads(pickle.dumps(found))):
+        assert isinstance(config, OwnConfig)
+        assert config.get_text_config() is config
+        assert config.num_attention_heads == facts.num_attention_heads
+        assert config.layer_types == list(facts.layer_types)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_vllms_own_class_reads_what_it_can(tmp_path: Path) -> None:
+    from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
+
+    values = {"rms_norm_eps": 1e-6, **FAMILIES["deepseek_v4-published-keys"].config()}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert isinstance(_config_of(tmp_path), DeepseekV4Config)
+
+
+def _config_of(folder: Path) -> Any:
+    """Return what vLLM reads of a checkpoint for our class."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    overrides = hf_overrides(architecture_of(build_model(folder)))
+    return EngineArgs(model=str(folder), hf_overrides=overrides).create_model_config().hf_config
 
 
 def _documented() -> list[list[str]]:
