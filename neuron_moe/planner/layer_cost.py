@@ -34,7 +34,7 @@ from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
 from nki_sim.hardware import TRN2
 
 # Of a launch, simulated: index of its first rows and of each; products over the engine's time.
-_INDEX_US, _INDEX_ROW_US, _PRODUCTS = 25.0, 0.002, 1.08
+_INDEX_US, _INDEX_ROW_US, _PRODUCTS = 30.0, 0.004, 1.15
 
 
 @dataclass(frozen=True, slots=True)
