@@ -80,3 +80,15 @@ def test_a_result_has_both_layouts_and_ranges(name: str) -> None:
             ends = [theirs[end] / ours[end] for end in ("low_us", "us", "high_us")]
             assert ratio["likely"] == pytest.approx(ends[1], rel=1e-5)
             assert ratio["low"] == pytest.approx(min(ends), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "count"), [("prefill", 126), ("decode", 560)])
+def test_a_result_has_all_cases(name: str, count: int) -> None:
+    assert len(rows(f"{name}_trn2")) == count
+
+
+def test_the_planner_expects_about_what_is_simulated() -> None:
+    """Of the experts of a rank of expert parallelism, both forms."""
+    found = [row["planned_us"] / row["time"]["us"] for row in rows("ep_trn2")]
+    assert sum(abs(ratio - 1.0) <= 0.15 for ratio in found) >= 0.9 * len(found) == 0.9 * 32
+    assert max(abs(ratio - 1.0) for ratio in found) < 0.17
