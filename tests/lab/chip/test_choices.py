@@ -30,7 +30,7 @@ def _mode() -> str:
 
 
 def _scout() -> Candidate:
-    expected = Expected(num_tokens=896, top_k=1, scaling="pre")
+    expected = Expected(num_tokens=640, top_k=1, scaling="pre")
     return best_candidate(ExpertFormula(), ExpertSizes(5120, 512, 16), expected)
 
 
@@ -80,11 +80,11 @@ def test_a_file_of_measured_coefficients_changes_the_choice(
 def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     scout = next(model for model in MODELS if model.name == "llama4-scout")
     monkeypatch.setattr(choices, "MODELS", (scout,))
-    monkeypatch.setattr(choices, "PREFILL_TOKENS", (896,))
+    monkeypatch.setattr(choices, "PREFILL_TOKENS", (640,))
     choices._ours.cache_clear()
     assert choices.turned(TRN2) == []
     (found,) = choices.turned(SLOW_RUNS)
-    assert found["choice"] == "prefill, llama4-scout TP16, 896 tokens"
+    assert found["choice"] == "prefill, llama4-scout TP16, 640 tokens"
     assert "blocks of 128" in found["ours"]
     assert "blocks of 64" in found["here"]
     choices._ours.cache_clear()
