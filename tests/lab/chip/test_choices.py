@@ -78,13 +78,13 @@ def test_a_file_of_measured_coefficients_changes_the_choice(
 
 @pytest.mark.long
 def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    scout = next(model for model in MODELS if model.name == "llama4-scout")
-    monkeypatch.setattr(choices, "MODELS", (scout,))
-    monkeypatch.setattr(choices, "PREFILL_TOKENS", (640,))
+    model = next(model for model in MODELS if model.name == "gpt-oss-20b")
+    monkeypatch.setattr(choices, "MODELS", (model,))
+    monkeypatch.setattr(choices, "PREFILL_TOKENS", (256,))
     choices._ours.cache_clear()
     assert choices.turned(TRN2) == []
     (found,) = choices.turned(SLOW_RUNS)
-    assert found["choice"] == "prefill, llama4-scout TP16, 640 tokens"
+    assert found["choice"] == "prefill, gpt-oss-20b TP8, 256 tokens"
     assert "blocks of 128" in found["ours"]
-    assert "blocks of 64" in found["here"]
+    assert "blocks of 32" in found["here"]
     choices._ours.cache_clear()
