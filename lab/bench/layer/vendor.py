@@ -46,8 +46,9 @@ from neuron_moe.plan import LayerParts
 from neuron_moe.tools.timing import layers
 from neuron_moe.tools.timing.layers import Model
 from neuron_moe.tools.timing.pool import Task
+from neuron_moe.tools.timing.timelines import program, time_of
 from nki_kernels.common.chip import PARTITIONS
-from nki_sim.time.estimate import NOTHING, Estimate, estimate
+from nki_sim.time.estimate import NOTHING, Estimate
 
 ROUTER_TOKENS = 2048  # the most that router_topk is meant for; more are several launches
 BF16 = ml_dtypes.bfloat16
@@ -281,11 +282,11 @@ class VendorSide:
                 launch_vendor, self._library, layer.model, layer.index_TK, variant, OPTIONS
             )
         try:
-            times = [_time(EXPERTS, launch, is_alone=True)]
+            experts = _time(EXPERTS, launch)
         except ChainError as error:
             return Chain(name=name, why=f"{DOES_NOT_RUN}{error}")
         others = (self._around[each] for each in self._others(name))
-        total = sum((each for each in others if not isinstance(each, str)), sum(times, NOTHING))
+        total = program([experts, *(each for each in others if not isinstance(each, str))])
         low_us, us, high_us = (round(each, 2) for each in (total.low_us, total.us, total.high_us))
         return Chain(name=name, low_us=low_us, us=us, high_us=high_us)
 
@@ -325,7 +326,7 @@ def _lists(library: VendorLibrary, layer: Layer) -> Iterator[tuple[str, Estimate
     try:
         runs = index_runs(library, layer.model, layer.index_TK, layer.whole.E)
         for name, run in runs:
-            found[name] = estimate(run.trace, is_alone=False)
+            found[name] = time_of(run.timeline)
     except UNFIT as error:
         why = f"{DOES_NOT_RUN}its lists: {type(error).__name__}: {first_line(error)}"
         found = {name: found.get(name, why) for name in names}
@@ -401,8 +402,8 @@ def _route_once(library: VendorLibrary, model: Model, rows: int, layout: str) ->
     return _time(ROUTER, lambda: nki_sim.run(kernel, lnc=CORES, options=FULL, **arguments))
 
 
-def _time(name: str, launch: Callable[[], nki_sim.Run], *, is_alone: bool = False) -> Estimate:
-    """Return the time of a launch; that of a program's start and end with it if it is alone.
+def _time(name: str, launch: Callable[[], nki_sim.Run]) -> Estimate:
+    """Return the time of a launch in a graph.
 
     Raises:
         ChainError: it does not run with these sizes.
@@ -412,7 +413,7 @@ def _time(name: str, launch: Callable[[], nki_sim.Run], *, is_alone: bool = Fals
             run = launch()
     except UNFIT as error:
         raise ChainError(f"{name}: {type(error).__name__}: {first_line(error)}") from error
-    return estimate(run.trace, is_alone=is_alone)
+    return time_of(run.timeline)
 
 
 def _mlp_kernel(library: VendorLibrary) -> Any:

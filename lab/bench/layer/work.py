@@ -22,8 +22,9 @@ from neuron_moe.planner.collective_times import around_experts
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.timing.plans import plan_of
 from neuron_moe.tools.timing.pool import Task
+from neuron_moe.tools.timing.timelines import program, time_of
 from neuron_moe.tools.timing.useful_work import UsefulWork, layer_work
-from nki_sim.time.estimate import NOTHING, Estimate, estimate
+from nki_sim.time.estimate import Estimate
 
 OURS = "ours"  # the task
 Key = tuple[str, int, int, str, int]
@@ -198,11 +199,11 @@ def time_ours(row: Row) -> tuple[Row, Layer]:
     try:
         for name, run in plan_runs(plan_of(parts, step), index_TK, options=TIMES_ONLY):
             names.append(name)
-            times.append(estimate(run.trace, is_alone=not times))  # of one program
+            times.append(time_of(run.timeline))
             gc.collect()
     except ValueError as error:  # sizes that the kernels do not take
         return replace(row, why=str(error)), layer
-    total = sum(times, NOTHING)
+    total = program(times)
     row = replace(
         row,
         ours_us=total.us,

@@ -24,7 +24,7 @@ from neuron_moe.plan import Step
 from neuron_moe.tools.timing.sources import Sources
 from neuron_moe.tools.timing.useful_work import layer_work
 from nki_sim.hardware import TRN2
-from nki_sim.time.estimate import Estimate
+from nki_sim.time.estimate import NOTHING, Estimate
 
 SMALL = {
     "hidden_size": 256,
@@ -166,7 +166,8 @@ class FakeLaunches:
         monkeypatch.setattr(vendor, "around", lambda *_: AROUND)
         monkeypatch.setattr(vendor, "launch_vendor", self._variant)
         monkeypatch.setattr(vendor, "_launch_block", self._block)
-        monkeypatch.setattr(vendor, "estimate", lambda trace, **_: us(trace))
+        monkeypatch.setattr(vendor, "time_of", us)
+        monkeypatch.setattr(vendor, "program", lambda launches: sum(launches, NOTHING))
 
     def _variant(self, library: Any, model: Any, index: Any, variant: Any, options: Any) -> Any:
         return self._launch(variant.name)
@@ -178,7 +179,7 @@ class FakeLaunches:
         self.asked.append(name)
         if name not in self.times:
             raise NotImplementedError("too large for it")
-        return types.SimpleNamespace(trace=self.times[name])
+        return types.SimpleNamespace(timeline=self.times[name])
 
     def side(self, phase: str, tokens: int, ep: int = 1, known: Any = ()) -> VendorSide:
         rank = RankLayer(load_config("mixtral_8x7b"), "mixtral_8x7b", ep=ep, backend="nki")
@@ -273,7 +274,7 @@ def test_a_case_keeps_the_fastest_chain_at_each_end(monkeypatch: pytest.MonkeyPa
     fake = FakeLaunches(monkeypatch, {"shard_on_h B=256": 8e4, "shard_on_block B=128": 9e4})
     low = {8e4: 5e4, 9e4: 3e4}  # another one is the fastest at the low end
     monkeypatch.setattr(
-        vendor, "estimate", lambda us, **_: Estimate(low_us=low[us], us=us, high_us=2 * us)
+        vendor, "time_of", lambda us: Estimate(low_us=low[us], us=us, high_us=2 * us)
     )
     case = Case(replace(ROW, model="mixtral_8x7b"), cast(VendorLibrary, fake))
     while (task := case.next_task()) is not None:
