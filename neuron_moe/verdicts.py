@@ -12,7 +12,6 @@ from neuron_moe.errors import check_choice
 # What plans may use if all of its probes worked (`Tuning.features`).
 PROBES: Final = {
     "loads for the next iteration": ("loads for the next iteration",),
-    "sums over iterations": ("PSUM sums over dynamic iterations", "loops in a row"),
 }
 FEATURES: Final = frozenset(PROBES)
 

@@ -48,14 +48,12 @@ class SumBuffers(NKIObject):
     """y as it is added up, and the PSUM that the rest of a kernel shares.
 
     Attributes:
-        total_ps: banks that hold y^T [h, H/h, T], or rows [T, H]; none if it is added up in SBUF.
-        total_sb: the same in one tile, float32; with `total_ps`, what is read out of it.
+        total_sb: y^T [h, H/h, T], or rows [T, H], float32.
         order: numbers of the banks that y takes, in which an expert's part of it is made. Of rows
             those come first whose sums the other core waits for at the end.
         work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
     """
 
-    total_ps: list[nl.NkiTensor]
     total_sb: nl.NkiTensor
     order: list[int]
     work_ps: list[nl.NkiTensor]
@@ -69,7 +67,7 @@ class ExpertBanks(NKIObject):
         inner_ps: gate and up projections [128, 2, T].
         column_ps, input_ps: factors of an expert's output and input for every token, the
             same on all partitions, [128, T].
-        out_ps: an expert's part of y, where the sums are not in PSUM.
+        out_ps: an expert's part of y.
         bias_ps: a bank for down biases that are added apart.
     """
 
@@ -146,30 +144,15 @@ def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
     """Allocate y and all of PSUM."""
     numbers = run_of_numbers(0, accumulator_banks(config))
     begin = len(numbers) // 2 if config.gives_rows and core == 0 and config.num_cores > 1 else 0
-    held = accumulator_banks(config) if config.sums_in_psum else 0
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     total_sb = allocate(token_table(config).total)[0]
     order = numbers[begin : len(numbers)] + numbers[0:begin]
-    return SumBuffers(banks[0:held], total_sb, order, banks[held:BANKS])
+    return SumBuffers(total_sb, order, banks)
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
     """Return the PSUM bank that the routing works in; turning tokens leaves it alone."""
     return sums.work_ps[len(sums.work_ps) - 1]
-
-
-def clear_sums(config: DecodeConfig, sums: SumBuffers, zeros_sb: nl.NkiTensor) -> None:
-    """Set y to zero: by a matmul in PSUM, so that others may add to it."""
-    if not config.sums_in_psum:
-        nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
-        return
-    for bank_ps in sums.total_ps:
-        nisa.nc_matmul(
-            dst=bank_ps,
-            stationary=zeros_sb[0:1, 0:PARTITIONS],
-            moving=zeros_sb[0:1, 0:BANK_FLOATS],
-            accumulate=False,
-        )
 
 
 def _parts(banks_ps: list[nl.NkiTensor], size: int, count: int) -> list[nl.NkiTensor]:
@@ -275,25 +258,19 @@ def _by_tile(inner: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
 
 
 def _share_banks(config: DecodeConfig, sums: SumBuffers) -> ExpertBanks:
-    """Return who works in which of the banks that `sums` leaves.
+    """Return who works in which of the banks.
 
     Columns [128, T] in the last bank; projections [128, 2 T] in it too if the others do not do.
     """
     T, work_ps = config.T, sums.work_ps
-    last_ps = work_ps[len(work_ps) - 1 : len(work_ps)]
-    banks_ps, out_ps = last_ps, work_ps[0:0]
-    if not config.sums_in_psum:
-        banks_ps, out_ps = work_ps[out_banks(config) : BANKS - 1], work_ps[0 : out_banks(config)]
-    elif len(work_ps) > 1:
-        banks_ps = work_ps[0 : len(work_ps) - 1]
+    last_ps, out_ps = work_ps[BANKS - 1 : BANKS], work_ps[0 : out_banks(config)]
+    banks_ps = work_ps[out_banks(config) : BANKS - 1]
     count = 2 if len(banks_ps) == 1 and 4 * T <= BANK_FLOATS else 1
-    inner_ps = _parts(banks_ps, 2 * T, count)
-    used = 4 * T if len(work_ps) == 1 else 0
+    inner_ps, used = _parts(banks_ps, 2 * T, count), 0
     if config.parts > 1:
         # All tiles of a chunk are under way at once.
         beside = tiles_beside_columns(config)
-        apart = _parts(banks_ps, 2 * T, tiles_in_bank(config)) if len(work_ps) > 1 else []
-        inner_ps = apart + _parts(last_ps, 2 * T, beside)
+        inner_ps = _parts(banks_ps, 2 * T, tiles_in_bank(config)) + _parts(last_ps, 2 * T, beside)
         used = beside * 2 * T
     column_ps = _from_end(last_ps[0], T, 0)
     input_ps = column_ps

@@ -22,7 +22,7 @@ from nki_kernels.decode.steps import Loop
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 32, 1024
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 _TURNED_TOKENS = 64  # a matmul of fewer columns takes as long: up to here y^T is made, not rows
-_OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most
+_OUT_BANKS = 5  # for an expert's y^T, at most
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
 _ASKING_TOKENS = 128  # up to here rows of tokens and the first weights are on chip together
@@ -91,8 +91,6 @@ class DecodeRequest(NKIObject):
             the chunk; 0: auto.
         weight_buffers: items whose weights fit on chip at once, a power of two; 0: auto.
         front_ns: time until the choices are on chip, where the same launch makes them.
-        sums: where y is added up: PSUM if it fits (auto), or float32 in SBUF, for a compiler that
-            does not let PSUM add up over the iterations of a loop (sbuf).
         chip: what the launch is for; MX weights need a trn3.
     """
 
@@ -104,7 +102,6 @@ class DecodeRequest(NKIObject):
     parts: int = 0
     weight_buffers: int = 0
     front_ns: float = 0.0
-    sums: str = "auto"
     chip: str = "trn2"
 
 
@@ -118,7 +115,6 @@ class DecodeConfig(NKIObject):
         formula: what an expert computes.
         weights: how its weights lie in HBM.
         unroll: list entries (experts) per iteration of the loop, a power of two.
-        sums_in_psum: whether y is added up in PSUM, or in float32 in SBUF.
         h_axis: the hidden axis on partitions.
         i_axis: the intermediate axis of one chunk on partitions.
         reason: why mode and shard are what they are, in a sentence.
@@ -144,7 +140,6 @@ class DecodeConfig(NKIObject):
     chunks: int
     weight_buffers: int
     unroll: int
-    sums_in_psum: bool
     h_axis: AxisTiles
     i_axis: AxisTiles
     reason: str = ""
@@ -378,7 +373,7 @@ def tiles_in_bank(config: DecodeConfig) -> int:
 
 
 def out_banks(config: DecodeConfig) -> int:
-    """Return the PSUM banks for an expert's y where it is added up in SBUF."""
+    """Return the PSUM banks for an expert's y."""
     if config.parts == 1:
         return _OUT_BANKS
     return min(_OUT_BANKS, BANKS - 1 - -(-config.i_axis.count // tiles_in_bank(config)))
@@ -386,13 +381,13 @@ def out_banks(config: DecodeConfig) -> int:
 
 def tiles_beside_columns(config: DecodeConfig) -> int:
     """Return the tiles of projections of a chunk in parts for which only the last bank is left."""
-    held = accumulator_banks(config) if config.sums_in_psum else out_banks(config)
-    return max(0, config.i_axis.count - (BANKS - 1 - held) * tiles_in_bank(config))
+    left = BANKS - 1 - out_banks(config)
+    return max(0, config.i_axis.count - left * tiles_in_bank(config))
 
 
 def holds_expert(config: DecodeConfig) -> bool:
     """Whether an expert's part of y is added up in PSUM before it goes to the sums in SBUF."""
-    return not config.sums_in_psum and accumulator_banks(config) <= out_banks(config)
+    return accumulator_banks(config) <= out_banks(config)
 
 
 def most_exchanged(config: DecodeConfig) -> int:
@@ -430,7 +425,7 @@ def keeps_scales(config: DecodeConfig) -> bool:
 
 def group_size(config: DecodeConfig) -> int:
     """Return the most chunks of an expert whose down projections go to the sums at once."""
-    if config.sums_in_psum or holds_expert(config):
+    if holds_expert(config):
         return 1
     together = config.chunks if config.parts == 1 else config.parts
     return max(1, min(together, min(config.weight_buffers // 2, _MAX_GROUP)))

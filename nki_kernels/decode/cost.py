@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.decode.config import (
     DIRECT_OUT,
     DecodeConfig,
-    accumulator_banks,
     is_direct,
     is_direct_in,
     is_mx,
@@ -110,7 +109,7 @@ def _columns_of_entry(config: DecodeConfig) -> int:
 
 
 def _columns_of_ends(config: DecodeConfig, core: int) -> int:
-    """Return the columns of the list, of turning x and y, and of setting y to zero."""
+    """Return the columns of the list, and of turning x and y."""
     T, axis = config.T, config.h_axis
     tiles = -(-T // PARTITIONS)
     columns = 0
@@ -120,8 +119,6 @@ def _columns_of_ends(config: DecodeConfig, core: int) -> int:
         columns += list_width(config)
     if not is_direct_in(config):
         columns += axis.count * T
-    if config.sums_in_psum:
-        columns += accumulator_banks(config) * BANK_FLOATS
     if config.gives_rows:
         return columns
     size = -(-T // config.num_cores)

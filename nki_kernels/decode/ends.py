@@ -15,7 +15,6 @@ from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
-    bank_span,
     is_direct_in,
     is_direct_out,
 )
@@ -54,7 +53,7 @@ def turn_tokens(
     turned_sb = allocate(token_table(config).turned)[0]
     banks = []
     # The last bank is left to the routing, which goes on at the same time.
-    for bank_ps in sums.total_ps + sums.work_ps[0 : len(sums.work_ps) - 1]:
+    for bank_ps in sums.work_ps[0 : len(sums.work_ps) - 1]:
         banks.append(bank_ps.view(row_tiles[0].dtype))
     first = 0
     for rows_sb in row_tiles:
@@ -101,7 +100,6 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
     if config.gives_rows:
         finish_rows(config, sums, core, ending)
         return
-    _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
     if config.num_cores > 1:
         size = (T + 1) // 2
@@ -167,18 +165,6 @@ def _exchange(
         dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
     )
     return sums.total_sb[0:rows, low:high, first : first + size], received_sb
-
-
-def _read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
-    """Copy y^T out of PSUM. Rows past the end of an uneven tile were set to zero with the bank."""
-    h_axis, T = config.h_axis, config.T
-    for number in range(len(sums.total_ps)):
-        begin, end = bank_span(config, number)
-        copy_alternating(
-            sums.total_sb[0 : h_axis.rows, begin:end, 0:T],
-            sums.total_ps[number][0 : h_axis.rows, 0 : (end - begin) * T],
-            number,
-        )
 
 
 def _store_directly(

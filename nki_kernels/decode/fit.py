@@ -60,7 +60,6 @@ _ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
 _MAX_CHUNKS = 512
 _BUFFERS = 4  # that keep the memory busy over the edge of a loop
-_MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 
 
 def expected_experts(config: DecodeConfig) -> float:
@@ -108,14 +107,6 @@ def _passing_floats(config: DecodeConfig) -> int:
     width, E = list_width(config), config.E
     passing = 3 * width + E + 2 * (len(loop_sizes(config)) + 1)
     return passing + -(-config.T // PARTITIONS) * (2 * E + 32)
-
-
-def _fits_psum(config: DecodeConfig) -> bool:
-    """Whether y can be added up in PSUM, with room for the projections beside it."""
-    banks = accumulator_banks(config)
-    if config.weights.down_scale == "channel" or banks > _MAX_ACCUMULATOR_BANKS:
-        return False
-    return banks < _MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
 
 
 def _holds_projections(config: DecodeConfig) -> bool:
@@ -203,14 +194,10 @@ def _first_that_fits(
         candidate = _with_chunks(draft, chunks, parts, buffers)
         if buffers > _BUFFERS and not request.weight_buffers and _waits_for_memory(candidate):
             continue
-        for in_psum in (True, False):
-            placed = replace(candidate, sums_in_psum=in_psum)
-            if in_psum and (request.sums == "sbuf" or not _fits_psum(placed)):
-                continue
-            if parts > 1 and not _holds_projections(placed):
-                continue
-            if sbuf_bytes(placed) <= room:
-                return placed
+        if parts > 1 and not _holds_projections(candidate):
+            continue
+        if sbuf_bytes(candidate) <= room:
+            return candidate
     return None
 
 
@@ -356,9 +343,6 @@ def _compute_ns(config: DecodeConfig) -> float:
         products = depth * (2 * tiles // config.h_axis.group + 1) * columns
     matmuls = products / chip.tensor_cycles_per_ns
     vector = tiles * 4 * (T + chip.vector_overhead_cycles) / chip.vector_cycles_per_ns
-    if not config.sums_in_psum:
-        banks = accumulator_banks(config)
-        vector += (
-            sum_floats(config) + banks * chip.vector_overhead_cycles
-        ) / chip.vector_cycles_per_ns
+    banks = accumulator_banks(config)
+    vector += (sum_floats(config) + banks * chip.vector_overhead_cycles) / chip.vector_cycles_per_ns
     return max(matmuls + _ACTIVATE_NS * chip.steps, vector)

@@ -29,7 +29,7 @@ The steps:
 4. Go through the list in iterations, in the order that the host settled (schedule.py,
    iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] lie in
    one of the weight buffers, a partition owning consecutive rows of HBM; y is added up over all
-   experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128 tokens, in rows [T, H]
+   experts in float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128 tokens, in rows [T, H]
    (stages.py, out.py).
 5. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
@@ -50,12 +50,11 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
     SumBuffers,
-    clear_sums,
     make_buffers,
     make_sums,
     routing_bank,
@@ -115,7 +114,7 @@ def _add_experts(
     b = make_buffers(config, sums)
     routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
     turned_sb = turn_tokens(config, sums, load_tokens(config, hidden))
-    start_sums(config, sums)
+    start_sums(sums)
     run_experts(config, b, x, turned_sb, routing)
 
 
@@ -143,11 +142,9 @@ def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.Nk
     return first_sb
 
 
-def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
+def start_sums(sums: SumBuffers) -> None:
     """Set y to zero."""
-    zeros_sb = nl.ndarray((1, BANK_FLOATS), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=zeros_sb, value=0.0)
-    clear_sums(config, sums, zeros_sb)
+    nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
 
 
 def _route_tokens(

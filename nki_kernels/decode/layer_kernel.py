@@ -176,7 +176,7 @@ def _add_experts(
     if config.form.shared_width > 0:
         shared_tiles.append(load_shared(config.shared, sums, shared[0], shared[1], core))
     routed = _route(config, front, b, first_sb, core)
-    start_sums(moe, sums)
+    start_sums(sums)
     for part_tiles in shared_tiles:
         run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
     run_experts(moe, b, x, routed.x_sb, routed.routing)

@@ -152,8 +152,6 @@ def mx_table(config: DecodeConfig) -> MxTable:
 
 def _scratch_banks(config: DecodeConfig) -> int:
     """Return how many banks of y may wait for GpSimd on their way to sums in SBUF."""
-    if config.sums_in_psum:
-        return 0
     return 6 if config.T <= 128 else 3
 
 

@@ -60,7 +60,6 @@ def make_decode_config(
     _check_sizes(sizes)
     _check_formula(formula, weights, request)
     _check_names(mode=request.mode, shard=request.shard)
-    _check_names(sums=request.sums)
     _check_names(chip=request.chip)
     _check_names(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
     _check_names(scaling=request.scaling, output_dtype=request.output_dtype)
@@ -90,7 +89,6 @@ def make_decode_config(
         chunks=1,
         weight_buffers=2,
         unroll=2,
-        sums_in_psum=False,
         h_axis=h_axis,
         i_axis=tile_axis(I),
         chip=request.chip,

@@ -3,11 +3,10 @@
 1. For every PSUM bank of y: the down projections of a group of chunks, added (`_project_bank`).
 2. The expert's down bias, times the tokens' weights: in the same bank, or apart where the bank is
    scaled by channel.
-3. What does not stay in PSUM goes to the sums in SBUF (`_add_bank`).
+3. The bank goes to the sums in SBUF (`_add_bank`).
 
 A *group* is one or more items of an expert that are added up in PSUM before they go to the sums.
-Where the sums are in PSUM too, or an expert's part of y stays there until its last chunk, a group
-is one chunk.
+Where an expert's part of y stays there until its last chunk, a group is one chunk.
 """
 
 import nki.isa as nisa
@@ -45,10 +44,10 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
     order = b.sums.order
     for place in range(len(order)):
         first, stop = bank_span(config, order[place])
-        turn = order[place] if config.sums_in_psum else _out_turn(config, group, place)
-        bank_ps = b.sums.total_ps[turn] if config.sums_in_psum else _out_bank(b, turn)
+        turn = _out_turn(config, group, place)
+        bank_ps = b.banks.out_ps[turn % len(b.banks.out_ps)]
         _project_bank(config, b, bank_ps, group, first, stop)
-        if not config.sums_in_psum and (group.is_last or not holds_expert(config)):
+        if group.is_last or not holds_expert(config):
             _add_bank(config, b, bank_ps, scales, first, stop, turn, place)
     if group.adds_bias and by_channel:
         # Biases are not scaled: they take a bank of their own to the sums.
@@ -60,10 +59,6 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
             _add_bank(config, b, b.banks.bias_ps, [], first, stop, number, number)
 
 
-def _out_bank(b: DecodeBuffers, turn: int) -> nl.NkiTensor:
-    return b.banks.out_ps[turn % len(b.banks.out_ps)]
-
-
 def _project_bank(
     config: DecodeConfig,
     b: DecodeBuffers,
@@ -73,7 +68,7 @@ def _project_bank(
     stop: int,
 ) -> None:
     """Write or add the down projections of a group for tiles, or columns, first .. stop of H."""
-    continues = config.sums_in_psum or (holds_expert(config) and not group.is_first)
+    continues = holds_expert(config) and not group.is_first
     if config.gives_rows:
         for k in range(group.size):
             _multiply_rows(config, b, bank_ps, group.item + k, first, stop, continues or k > 0)

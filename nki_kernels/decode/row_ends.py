@@ -35,26 +35,10 @@ class Ending(NKIObject):
     ranks: RankSum = ALONE
 
 
-@dataclass
-class Columns(NKIObject):
-    """Columns of this core's sums that lie in one bank of them.
-
-    Attributes:
-        bank: its number.
-        low, high: first column, and the one behind the last.
-        where: [T, columns] in PSUM or SBUF.
-    """
-
-    bank: int
-    low: int
-    high: int
-    where: nl.NkiTensor
-
-
 def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
     """Add the cores' rows and the residual, round once, add up the ranks' on chip, store.
 
-    What the other core adds leaves PSUM first. Columns go in pieces, so that one is added and
+    Columns go in pieces, so that one is added and
     stored while the next is on its way.
 
     Args:
@@ -80,7 +64,6 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endin
         received = allocate(ends_table(config).received)
         for piece in pieces:
             sent = slice(theirs + piece.start, theirs + piece.stop)
-            _read_columns(config, sums, sent)
             nisa.sendrecv(
                 src=sums.total_sb[0:T, sent],
                 dst=received[0][0:T, piece],
@@ -100,28 +83,6 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endin
         )
 
 
-def _by_bank(config: DecodeConfig, sums: SumBuffers, columns: slice) -> list[Columns]:
-    """Return some columns of this core's sums, cut where a bank ends."""
-    found = []
-    for bank in range(accumulator_banks(config)):
-        first, stop = bank_span(config, bank)
-        low, high = max(first, columns.start), min(stop, columns.stop)
-        if low < high and config.sums_in_psum:
-            part_ps = sums.total_ps[bank][0 : config.T, low - first : high - first]
-            found.append(Columns(bank, low, high, part_ps))
-        elif low < high:
-            found.append(Columns(bank, low, high, sums.total_sb[0 : config.T, low:high]))
-    return found
-
-
-def _read_columns(config: DecodeConfig, sums: SumBuffers, columns: slice) -> None:
-    """Copy columns out of PSUM, if they are there."""
-    if config.sums_in_psum:
-        for part in _by_bank(config, sums, columns):
-            total_sb = sums.total_sb[0 : config.T, part.low : part.high]
-            copy_alternating(total_sb, part.where, part.bank)
-
-
 def _add_columns(
     config: DecodeConfig,
     sums: SumBuffers,
@@ -132,7 +93,7 @@ def _add_columns(
 ) -> None:
     """Round a piece of this core's columns, the same columns of others added before.
 
-    The Vector engine reads PSUM; in SBUF GpSimd adds as fast.
+    Vector and GpSimd add as fast in SBUF: they take turns at runs of columns as wide as a bank.
 
     Args:
         config, sums: sizes, this core's rows.
@@ -141,16 +102,18 @@ def _add_columns(
         first: first column of this core.
         piece: which columns of this core's.
     """
-    for part in _by_bank(config, sums, slice(first + piece.start, first + piece.stop)):
-        columns = slice(part.low - first, part.high - first)
-        engine = nisa.engine.vector
-        if part.bank % 2 == 1 and not config.sums_in_psum:
-            engine = nisa.engine.gpsimd
-        source = part.where
+    for bank in range(accumulator_banks(config)):
+        begin, stop = bank_span(config, bank)
+        low, high = max(begin, first + piece.start), min(stop, first + piece.stop)
+        if low >= high:
+            continue
+        columns = slice(low - first, high - first)
+        engine = nisa.engine.vector if bank % 2 == 0 else nisa.engine.gpsimd
+        source = sums.total_sb[0 : config.T, low:high]
         for k in range(len(others)):
             other_sb = others[k][0 : config.T, columns]
             sum_sb = rows_sb[0 : config.T, columns] if k == len(others) - 1 else other_sb
             nisa.tensor_tensor(dst=sum_sb, data1=source, data2=other_sb, op=nl.add, engine=engine)
             source = sum_sb
         if len(others) == 0:
-            copy_alternating(rows_sb[0 : config.T, columns], source, part.bank)
+            copy_alternating(rows_sb[0 : config.T, columns], source, bank)

@@ -85,7 +85,7 @@ def make_shared_config(
             weight_buffers=1,
         ),
     )
-    shared = replace(shared, sums_in_psum=config.sums_in_psum, gives_rows=config.gives_rows)
+    shared = replace(shared, gives_rows=config.gives_rows)
     double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
     return double if _num_items(shared) > 1 and shared_bytes(double) <= room else shared
 

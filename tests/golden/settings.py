@@ -67,7 +67,6 @@ def decode(rng: random.Random) -> tuple[Any, ...]:
         "shard": rng.choice(("auto", "auto", "experts", "intermediate")),
         "scaling": rng.choice(("post", "post", "pre", "none")),
         "output_dtype": rng.choice(("float32", "bfloat16")),
-        "sums": rng.choice(("auto", "auto", "sbuf")),
         "chunks": rng.choice((0, 0, 0, 1, 2, 4)),
         "parts": rng.choice((0, 0, 0, 1, 2, 4)),
         "weight_buffers": rng.choice((0, 0, 0, 1, 2, 4)),

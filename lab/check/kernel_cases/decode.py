@@ -81,7 +81,6 @@ class Rank:
         down_scale: none, expert or channel.
         out_dtype: of the output.
         global_index_TK: [T, K] int32 choices in global numbers.
-        sums: of the kernel's request.
     """
 
     num_experts: int
@@ -91,7 +90,6 @@ class Rank:
     down_scale: str
     out_dtype: str
     global_index_TK: np.ndarray
-    sums: str = "auto"
 
 
 def run(case: Case, limits: Limits) -> Verdict:
@@ -154,7 +152,6 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
         down_scale=down_scale,
         out_dtype=str(case.get("out_dtype", "bfloat16")),
         global_index_TK=index_TK,
-        sums=str(case.get("sums", "auto")),
     )
     return problem, rank, join(*notes)
 
@@ -251,7 +248,6 @@ def launch(
             mode=rank.mode,
             scaling=SCALINGS[p.scaling],
             output_dtype=rank.out_dtype,
-            sums=rank.sums,
             chip=chip(),
         ),
     )

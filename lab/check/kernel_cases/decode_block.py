@@ -248,7 +248,6 @@ def _launch(
             mode=mode_of(case),
             scaling=SCALINGS[p.scaling],
             output_dtype="bfloat16",
-            sums=str(case.get("sums", "auto")),
             chip=chip(),
         ),
     )

@@ -231,8 +231,7 @@ def config_records(
         num_experts=parts.num_experts,
         num_cores=parts.tuning.num_cores,
     )
-    request = features.decode_request(
-        parts.tuning,
+    request = DecodeRequest(
         mode="auto" if path is None else MODES[path],
         scaling="pre" if parts.spec.scales_input else "post",
         chip=words.chip_name(),

@@ -5,10 +5,9 @@ runs, with or without a precedent, and `explain()` says so.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from neuron_moe.spec import Tuning
-from nki_kernels.decode import DecodeConfig, DecodeRequest
+from nki_kernels.decode import DecodeConfig
 from nki_kernels.prefill import PlanRequest, PrefillConfig
 
 
@@ -26,13 +25,6 @@ def shared_request(tuning: Tuning) -> PlanRequest:
     return prefill_request(replace(tuning, loop_plan="sorted"))
 
 
-def decode_request(tuning: Tuning, **others: Any) -> DecodeRequest:
-    """Return what a decode step asks for, and what others say of it."""
-    return DecodeRequest(
-        sums="auto" if "sums over iterations" in tuning.opened else "sbuf", **others
-    )
-
-
 def prefill_notes(config: PrefillConfig) -> tuple[str, ...]:
     """Say what prefill does that no public kernel shows."""
     is_ahead = config.loop.is_dynamic and config.loop.iterations == "ahead"
@@ -42,8 +34,7 @@ def prefill_notes(config: PrefillConfig) -> tuple[str, ...]:
 
 def decode_notes(config: DecodeConfig) -> tuple[str, ...]:
     """Say what decode does that no public kernel shows."""
-    found = ["sums stay in PSUM from iteration to iteration"] if config.sums_in_psum else []
-    return _remarks(found, config.weights.format)
+    return _remarks([], config.weights.format)
 
 
 def _remarks(found: list[str], weight_format: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from lab.chip.planted import Planted
 from lab.chip.stand_in import StandIn
 
 FALLBACKS = {fallback.switch: fallback for one in OPEN_FEATURES for fallback in one.fallbacks}
-SWITCHES = ['DecodeRequest(sums="sbuf")', 'PlanRequest(iterations="alone")']
+SWITCHES = ['PlanRequest(iterations="alone")', 'PlanRequest(missing="spare")']
 
 
 @pytest.mark.parametrize("feature", OPEN_FEATURES, ids=lambda feature: feature.name)

@@ -112,9 +112,7 @@ def test_every_token_is_as_exact_as_the_torch_backend(name: str) -> None:
     check(CASES[name])
 
 
-@pytest.mark.parametrize(
-    "options", [SELECTIVE, ALL, {"sums": "sbuf"}], ids=["selective", "all", "sums"]
-)
+@pytest.mark.parametrize("options", [SELECTIVE, ALL], ids=["selective", "all"])
 def test_a_long_bias_lies_on_several_partitions(
     options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +219,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "chunks": ({"layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
     "scales-up": ({"has_scales": True}, r"bfloat16 weights have none"),
-    "sums": ({"sums": "hbm"}, r"sums='hbm': must be one of auto"),
     "down_scale": ({"down_scale": "row"}, r"down_scale='row': must be one of none"),
     "output": ({"output_dtype": "float16"}, r"output_dtype='float16': must be one of float32"),
 }
@@ -442,9 +439,7 @@ ROWS = {
     "T70-bias-without-a-spare-row": Decode(
         70, 192, 128, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
     ),
-    "T100-sums-in-sbuf": Decode(
-        100, 1088, 130, 5, 2, has_bias=True, options={**SELECTIVE, "sums": "sbuf"}
-    ),
+    "T100-sums-in-sbuf": Decode(100, 1088, 130, 5, 2, has_bias=True, options=SELECTIVE),
     "T128-many-banks": Decode(128, 5120, 32, 3, 1, options={**SELECTIVE, "scaling": "pre"}),
     "T90-e5m2-expert": Decode(
         90, 320, 64, 5, 2, has_bias=True, options={**E5M2, **SELECTIVE, "down_scale": "expert"}

@@ -49,7 +49,6 @@ def drawn(rng: random.Random) -> Decode:
             "format": rng.choice(("bfloat16", "bfloat16", "float8_e4m3", "float8_e5m2")),
             "scaling": rng.choice(("post", "post", "pre", "none")),
             "output_dtype": rng.choice(("float32", "bfloat16")),
-            "sums": rng.choice(("auto", "auto", "sbuf")),
             "chunks": rng.choice((0, 0, 1, 2, 4)),
             "parts": rng.choice((0, 0, 1, 2, 4)),
             "weight_buffers": rng.choice((0, 0, 1, 2, 4)),
@@ -100,7 +99,6 @@ def drawn_layer(rng: random.Random) -> Case:
             "returns_routing": returns,
             "shared_width": rng.choice((0, 0, 16, 45, 128, 200)),
             "output_dtype": rng.choice(("float32", "bfloat16")),
-            "sums": rng.choice(("auto", "auto", "sbuf")),
         }
         options["has_shared_gate"] = options["shared_width"] > 0 and rng.random() < 0.5
         if rng.random() < 0.3:
