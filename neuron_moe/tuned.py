@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from neuron_moe.errors import check_bools, check_choice, check_positive_int, reject_unknown
+from neuron_moe.errors import check_choice, check_positive_int, reject_unknown
 
 DECODE_MODES = ("selective", "all_experts")
 SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
@@ -31,7 +31,6 @@ class TunedPrefill:
         weight_buffers: parts of each on chip at once.
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
         hidden_parts: in how many parts of the hidden axis each part of gate and up is loaded.
-        tells_short: whether last row tiles that are at most half full are computed by half.
 
     Raises:
         ValueError: a value that no kernel has.
@@ -46,7 +45,6 @@ class TunedPrefill:
     weight_buffers: int
     weights: str
     hidden_parts: int = 1
-    tells_short: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "block_size", "work_tile", "weight_buffers", "hidden_parts"):
@@ -54,7 +52,6 @@ class TunedPrefill:
         check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("weights", self.weights, _WEIGHTS)
-        check_bools(self, ["tells_short"])
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "TunedPrefill":
@@ -73,8 +70,7 @@ class TunedPrefill:
         return (
             f"{self.loop_plan} loop, {self.shard_plan} shards,"
             f" work tiles of {self.work_tile} row tiles"
-            f"{', short ones told apart,' if self.tells_short else ','}"
-            f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s)"
+            f", {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s)"
         )
 
 

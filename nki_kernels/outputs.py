@@ -61,7 +61,7 @@ def _index_blocks(
     ]
     if work_tiles.num_lanes > 0:
         lists = (work_tiles.num_lanes, work_tiles.num_work_tiles)
-        loops = loops_of(sizes_of(work_tiles.largest, work_tiles.tells_short))
+        loops = loops_of(sizes_of(work_tiles.largest))
         sizes += [lists, (*lists, work_tiles.largest), (1, len(loops))]
     return tuple(Output(size, "int32") for size in sizes)
 

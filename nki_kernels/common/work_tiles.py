@@ -1,10 +1,10 @@
 """Work tiles: which row tiles a core of the prefill kernel computes with one load of weights.
 
 A *row tile* is R = min(B, 128) consecutive slots of one block. A *work tile* is up to G row tiles
-of one expert that a core computes with one load of the expert's weights. Its *size* is counted in
-half tiles: a last tile that is at most half full counts one, where short tiles are told apart. Work
-tiles of two cores run in lock step: work tile v of both cores has the same size (what is missing
-are dummies that move no data), because both cores must take the same iterations of a dynamic loop.
+of one expert that a core computes with one load of the expert's weights; how many is its *size*.
+Work tiles of two cores run in lock step: work tile v of both cores has the same size (what is
+missing are dummies that move no data), because both cores must take the same iterations of a
+dynamic loop.
 
 Everything here is data for one kernel body: which tiles, in which order, on which core. The host
 makes it with `list_work_tiles`, the device with `index_blocks`.
@@ -23,7 +23,6 @@ from nki.language import NKIObject
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-_SINGLE = 2  # the size of a work tile of one tile
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class WorkTileDims(NKIObject):
         reload_after: a work tile whose expert is that of the work tile so many before it on its
             lane finds the weights on chip, and names no expert; 0: every work tile loads its
             weights.
-        tells_short: work tiles whose last tile is at most half full have sizes of their own.
     """
 
     num_lanes: int
@@ -48,7 +46,6 @@ class WorkTileDims(NKIObject):
     tile_rows: int
     in_halves: bool
     reload_after: int
-    tells_short: bool = False
 
 
 class LiveTiles(NamedTuple):
@@ -57,20 +54,22 @@ class LiveTiles(NamedTuple):
     Attributes:
         number_n: [n] int32, which they are.
         expert_n: [n] int32.
-        is_short_n: [n] bool, whether no token is in the second half of their rows.
     """
 
     number_n: Ints
     expert_n: Ints
-    is_short_n: NDArray[np.bool_]
 
 
 class _WorkTile(NamedTuple):
-    """An expert and row tiles of it, and what they count in half tiles."""
+    """An expert and row tiles of it."""
 
     expert: int
     tiles: Ints
-    size: int
+
+    @property
+    def size(self) -> int:
+        """How many tiles."""
+        return len(self.tiles)
 
 
 _Step = list[_WorkTile]  # for each lane, side by side
@@ -97,74 +96,13 @@ def no_tile(num_tiles: int) -> int:
     return 2 * num_tiles
 
 
-def sizes_of(largest: int, tells_short: bool) -> tuple[int, ...]:
-    """Return the sizes of work tiles that have loops of their own, descending, in half tiles.
+def sizes_of(largest: int) -> tuple[int, ...]:
+    """Return the sizes of work tiles, descending: each has a loop of its own.
 
     Args:
         largest: G, most row tiles of a work tile.
-        tells_short: whether those with a short last tile are among them; a single tile is not.
     """
-    return tuple(range(2 * largest, 1, -1 if tells_short else -2))
-
-
-def tiles_of(size: int) -> int:
-    """Return the row tiles of a work tile of so many half tiles."""
-    return (size + 1) // 2
-
-
-@dataclass(frozen=True)
-class RowRun(NKIObject):
-    """Rows of a row tile that are numbered one after the other: the first one, how many, and the
-    number of the first.
-    """
-
-    first: int
-    count: int
-    number: int
-
-
-def row_runs(tile_rows: int, from_both_sides: bool) -> list[RowRun]:
-    """Return how the rows of a row tile are numbered.
-
-    Args:
-        tile_rows: R.
-        from_both_sides: the lowest numbers are taken by some tokens and the highest by others, and
-            both quarters lie in the first half, which is all that is computed of a short tile.
-    """
-    if not from_both_sides:
-        return [RowRun(0, tile_rows, 0)]
-    quarter = tile_rows // 4
-    return [
-        RowRun(0, quarter, 0),
-        RowRun(quarter, quarter, 3 * quarter),
-        RowRun(2 * quarter, 2 * quarter, quarter),
-    ]
-
-
-def num_rows(runs: list[RowRun]) -> int:
-    """Return R, of `row_runs`."""
-    rows = 0
-    for run in runs:
-        rows = rows + run.count
-    return rows
-
-
-def run_of(runs: list[RowRun], number: int) -> RowRun:
-    """Return the run that a number is in, of `row_runs`."""
-    found = runs[0]
-    for run in runs:
-        if run.number <= number < run.number + run.count:
-            found = run
-    return found
-
-
-def number_of(runs: list[RowRun], row: int) -> int:
-    """Return the number of a row, of `row_runs`."""
-    found = row
-    for run in runs:
-        if run.first <= row < run.first + run.count:
-            found = run.number + row - run.first
-    return found
+    return tuple(range(largest, 0, -1))
 
 
 def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -176,8 +114,8 @@ def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     loops = []
     for size in classes:
         loops.append((size, size))
-        if size > _SINGLE:
-            loops.append((size, _SINGLE))
+        if size > 1:
+            loops.append((size, 1))
     return loops
 
 
@@ -215,36 +153,7 @@ def live_tiles(token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: i
     holds_token = token_position_to_id.reshape(-1, tile_rows) >= 0
     number = np.flatnonzero(holds_token.any(axis=1)).astype(np.int32)
     tiles_per_block = len(holds_token) // len(block_to_expert_N)
-    is_short = np.array(~holds_token[number, tile_rows // 2 :].any(axis=1))
-    return LiveTiles(number, block_to_expert_N[number // tiles_per_block], is_short)
-
-
-def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows: int) -> LiveTiles:
-    """Return the row tiles of experts that fill up from both sides, the one between them last.
-
-    It is short if a side ends in it, or both, with at most a quarter of it each: `row_runs`.
-
-    Args:
-        front_E, back_E: [E] tokens of each expert that fill up its tiles from either side.
-        first_E: [E] row tile that each expert begins with.
-        tile_rows: R.
-    """
-    number, expert, is_short = [], [], []
-    for e, (front, back, first) in enumerate(zip(front_E, back_E, first_E, strict=True)):
-        count = -(-int(front + back) // tile_rows)
-        tiles = [int(first) + k for k in range(count)]
-        ends = [int(front) // tile_rows, count - 1 - int(back) // tile_rows]
-        small = [side % tile_rows <= tile_rows // 4 for side in (front, back)]
-        short = sum(small) == (2 if ends[0] == ends[1] else 1) and ends[0] <= ends[1]
-        if count:
-            end = ends[1] if short and not small[0] else min(ends[0], count - 1)
-            tiles[end], tiles[-1] = tiles[-1], tiles[end]
-        number += tiles
-        expert += [e] * count
-        is_short += [False] * (count - 1) + [bool(short)] * min(1, count)
-    return LiveTiles(
-        np.array(number, np.int32), np.array(expert, np.int32), np.array(is_short, bool)
-    )
+    return LiveTiles(number, block_to_expert_N[number // tiles_per_block])
 
 
 def list_work_tiles(
@@ -269,8 +178,7 @@ def list_work_tiles(
     work_tiles = _group(tiles, dims)
     expert_CV = np.full((lanes, dims.num_work_tiles), num_experts, np.int32)
     tile_CVG = np.full((lanes, dims.num_work_tiles, largest), no_tile(num_tiles), np.int32)
-    classes = sizes_of(largest, dims.tells_short)
-    steps, iterations = _arrange(_side_by_side(work_tiles, dims), classes)
+    steps, iterations = _arrange(_side_by_side(work_tiles, dims), sizes_of(largest))
     for number, step in enumerate(steps):
         for lane, work_tile in enumerate(step):
             expert_CV[lane, number] = work_tile.expert
@@ -304,10 +212,8 @@ def _group(tiles: LiveTiles, dims: WorkTileDims) -> list[_WorkTile]:
         lacking = largest * count - len(run)
         full = count - lacking if lacking <= count else count - 1
         starts_of = [largest * k - max(0, k - full) for k in range(1, count)]
-        is_short = dims.tells_short and bool(tiles.is_short_n[run[-1]])
         for part in np.split(run, starts_of):
-            size = 2 * len(part) - int(is_short and part[-1] == run[-1])
-            work_tiles.append(_WorkTile(int(tiles.expert_n[part[0]]), tiles.number_n[part], size))
+            work_tiles.append(_WorkTile(int(tiles.expert_n[part[0]]), tiles.number_n[part]))
     return sorted(work_tiles, key=lambda work_tile: -work_tile.size)
 
 
@@ -317,7 +223,7 @@ def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step],
     Single tiles go beside the largest work tiles as long as there are both. What is left of these
     runs in pairs, in the loop of the larger one; an odd one goes beside an empty step.
     """
-    large = [step for step in steps if step[0].size > _SINGLE]
+    large = [step for step in steps if step[0].size > 1]
     small = steps[len(large) :]
     mixed = min(len(large), len(small))
     mixed += (len(large) - mixed) % 2

@@ -43,7 +43,7 @@ def work_tile_list_bytes(work_tiles: WorkTileDims) -> int:
     if not work_tiles.num_lanes:
         return 0
     numbers = work_tiles.num_lanes * work_tiles.num_work_tiles * (1 + work_tiles.largest)
-    return 4 * (numbers + len(loops_of(sizes_of(work_tiles.largest, work_tiles.tells_short))))
+    return 4 * (numbers + len(loops_of(sizes_of(work_tiles.largest))))
 
 
 def count_columns(tokens: TokenTiles, dims: BlockDims) -> int:

@@ -122,7 +122,7 @@ def index_blocks(
         slot_of_pair_TK,
     )
     if work_tiles.num_lanes > 0:
-        nothing = ListedTokens(0, [], Meanwhile([], []))
+        nothing = ListedTokens(0, Meanwhile([], []))
         lists, _ = list_work_tiles(placed.total_sb, placed.last_block_sb, work_tiles, dims, nothing)
         outputs = outputs + lists
     # Last, as the lists wait for counts only, and the tensor engine for nothing else.
@@ -141,7 +141,7 @@ def list_work_tiles(
     lanes, length, largest = work_tiles.num_lanes, work_tiles.num_work_tiles, work_tiles.largest
     work_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
     work_row_tiles_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
-    num_loops = len(loops_of(sizes_of(largest, work_tiles.tells_short)))
+    num_loops = len(loops_of(sizes_of(largest)))
     class_iterations_1L = nl.ndarray((1, num_loops), nl.int32, buffer=nl.shared_hbm)
     lists = (work_expert_CV, work_row_tiles_CVG, class_iterations_1L)
     num_tiles = dims.num_blocks * dims.block_size // work_tiles.tile_rows

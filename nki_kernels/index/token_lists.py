@@ -5,7 +5,7 @@ the first fills an expert's row tiles from the front, the second one from the ba
 pair that is number n among its core's choices of an expert, by tiles of tokens, then partitions,
 
     place = n // R, row tiles from the expert's first, or back from its last
-    row   = that of number n % R, or R - 1 - n % R, of `row_runs`
+    row   = n % R, or R - 1 - n % R
 
 Column place * E + expert of a [R, W] tile tells who is there (token_search.py), for W // E places:
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
@@ -25,7 +25,6 @@ from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, multiply_banks, ones
 from nki_kernels.common.token_tiles import TokenTiles
-from nki_kernels.common.work_tiles import RowRun, num_rows
 from nki_kernels.index.config import BlockDims
 from nki_kernels.index.kernel import (
     count_up_tiles,
@@ -118,7 +117,7 @@ class TokenLists(nl.NKIObject):
     """
 
     tokens: TokenTiles
-    runs: list[RowRun]  # of rows
+    rows: int  # R
     width: int  # W
     num_experts: int  # E
     ones_sb: nl.ndarray
@@ -129,12 +128,12 @@ class TokenLists(nl.NKIObject):
     searches: list[PlaceSearch]
 
 
-def start_lists(tokens: TokenTiles, runs: list[RowRun], width: int, num_experts: int) -> TokenLists:
+def start_lists(tokens: TokenTiles, rows: int, width: int, num_experts: int) -> TokenLists:
     """Return the lists of this core, of which nothing is known.
 
     Args:
         tokens: of this core.
-        runs: numbers of the R rows, of `row_runs`.
+        rows: R.
         width: W, of `list_width`.
         num_experts: E.
     """
@@ -145,9 +144,9 @@ def start_lists(tokens: TokenTiles, runs: list[RowRun], width: int, num_experts:
     places, searches = width // num_experts, []
     counts, banks = start_counts(tokens, num_experts, places), make_banks()
     for part in counts:
-        searches.extend(start_searches(tokens, part, banks, runs, places, nl.program_id(0) > 0))
+        searches.extend(start_searches(tokens, part, banks, rows, places, nl.program_id(0) > 0))
     return TokenLists(
-        tokens, runs, width, num_experts, ones_sb, before_sb, until_sb, all_ps, counts, searches
+        tokens, rows, width, num_experts, ones_sb, before_sb, until_sb, all_ps, counts, searches
     )
 
 
@@ -272,7 +271,7 @@ def tell_lists(lists: TokenLists) -> list[nl.ndarray]:
     """Return the lists of this core, and those of the other one if there are two, which are on
     their way: [R, W + 1] uint16, 1 plus the token at each place, 0 for none, which column W is.
     """
-    rows, width = num_rows(lists.runs), lists.width
+    rows, width = lists.rows, lists.width
     own_sb = nl.ndarray((rows, width + 1), nl.uint16, buffer=nl.sbuf)
     nisa.memset(dst=own_sb[:, width : width + 1], value=0, engine=nisa.engine.gpsimd)
     for search in lists.searches:

@@ -29,7 +29,6 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import divide_down
 from nki_kernels.common.token_tiles import TokenTiles
-from nki_kernels.common.work_tiles import RowRun, num_rows
 
 
 @dataclass
@@ -163,7 +162,7 @@ def start_searches(
     tokens: TokenTiles,
     counts: ChoiceCounts,
     banks: SearchBanks,
-    runs: list[RowRun],
+    rows: int,
     places: int,
     is_backwards: bool,
 ) -> list[PlaceSearch]:
@@ -173,11 +172,11 @@ def start_searches(
         tokens: of this core.
         counts: of some experts.
         banks: that other searches may use, too.
-        runs: numbers of the R rows, of `row_runs`.
+        rows: R.
         places: row tiles of an expert.
         is_backwards: number n of a row tile stands for number R - 1 - n.
     """
-    R, M, copies = num_rows(runs), counts.inside_sb.shape[0], counts.copies
+    R, M, copies = rows, counts.inside_sb.shape[0], counts.copies
     partition_sb = nl.ndarray((M, 1), nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=partition_sb, pattern=[[1, 1]], offset=0, channel_multiplier=1)
     copy_sb = nl.ndarray((M, 1), nl.int32, buffer=nl.sbuf)
@@ -190,14 +189,12 @@ def start_searches(
         count = min(at_once, every - first)
         shape = (M, count * R)
         line_sb = nl.ndarray((M, count, R), nl.float32, buffer=nl.sbuf)
-        for run in runs:
-            start = first * copies * R + (R - 1 - run.number if is_backwards else run.number)
-            nisa.iota(
-                dst=line_sb[:, :, run.first : run.first + run.count],
-                pattern=[[copies * R, count], [step, run.count]],
-                offset=start,
-                channel_multiplier=0,
-            )
+        nisa.iota(
+            dst=line_sb,
+            pattern=[[copies * R, count], [step, R]],
+            offset=first * copies * R + (R - 1 if is_backwards else 0),
+            channel_multiplier=0,
+        )
         number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=number_sb,

@@ -5,9 +5,7 @@ blocks, and everything follows from the counts. With n tiles of an expert in v =
 tiles, which lack d = G v - n tiles, the formula is, for position p of a lane:
 
     runs      (size, expert), sizes descending: work tiles of that size, ends[run] = their running
-              sum v - d of G tiles and d of G - 1, or v - 1 and one of G - d if that is below 0;
-              where short tiles are told apart, the last one is half a tile smaller if its last tile
-              is
+              sum v - d of G tiles and d of G - 1, or v - 1 and one of G - d if that is below 0
     steps     work tiles side by side; S[size] = steps whose first work tile is at least so large
     loops     of common.work tiles.loops_of: first position, first step, first single tile of each
     step(p)   by the loop that p falls in;  work tile(p) = step * lanes + lane, or step + lane *
@@ -19,9 +17,8 @@ position `partition * columns + column`. _Runs and loops are found by comparing 
 their numbers are then gathered. Numbers stay below 2^24: exact in float32.
 
 Cost: some fifteen passes over E numbers and a scan over G * E on the Vector engine, a compare over
-G * E for every 128 work tiles, and some fifty short instructions; with short tiles told apart G
-more passes, and twice the numbers. No byte is read, the lists are written once. The cores write a
-lane each.
+G * E for every 128 work tiles, and some fifty short instructions. No byte is read, the lists are
+written once. The cores write a lane each.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
-from nki_kernels.common.work_tiles import WorkTileDims, no_tile, sizes_of
+from nki_kernels.common.work_tiles import WorkTileDims, no_tile
 from nki_kernels.index.token_search import Meanwhile, go_on
 
 _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
@@ -43,13 +40,11 @@ _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 class _Runs(nl.NKIObject):
     """Work tiles of one size and expert, float32; run `position * E + expert`, largest sizes first.
 
-    There are P positions: G, or 2 G where every other one is of work tiles with a short last tile.
-
     Attributes:
-        ends: [128, 1 + P * E], 0 and the work tiles up to and with each run.
-        tile: [128, 4 * E + 1], row tile that an expert's full work tiles begin with, then those
-            that its other work tiles begin with, then the one after its last, then how many come
-            behind that which is visited last; the last one is of none.
+        ends: [128, 1 + G * E], 0 and the work tiles up to and with each run.
+        tile: [128, 3 * E + 1], row tile that an expert's full work tiles begin with, then those
+            that its other work tiles begin with, then the one after its last; the last one is of
+            none.
     """
 
     ends: nl.NkiTensor
@@ -63,13 +58,10 @@ class ListedTokens(nl.NKIObject):
     Attributes:
         lists: of tokens (token_lists.py): the first one from the front, the second one from the
             back of an expert's row tiles.
-        sides: where an expert's row tiles fill up from both sides and that between them is to be
-            visited last, [128, E] float32 tokens of the front and of the back; else empty.
         meanwhile: what goes on between the short instructions that list work tiles.
     """
 
     lists: int
-    sides: list[nl.NkiTensor]
     meanwhile: Meanwhile
 
 
@@ -132,7 +124,7 @@ def store_work_tiles(
     meanwhile = listed.meanwhile
     runs = _group_tiles(tokens_sb, last_block_sb, work_tiles, block_size, listed)
     go_on(meanwhile)
-    ends = runs.ends[:, 1 : 1 + _num_positions(work_tiles) * num_experts]
+    ends = runs.ends[:, 1 : 1 + work_tiles.largest * num_experts]
     loops = _lay_out_loops(ends, work_tiles, num_experts)
     go_on(meanwhile)
     if core == 0:
@@ -145,7 +137,7 @@ def store_work_tiles(
             work_tile_sb = _number_work_tiles(loops, work_tiles, lane, columns)
             go_on(meanwhile)
             run_sb = _find(ends, work_tile_sb)
-            expert_sb, of_run = _split_runs(run_sb, work_tiles, num_experts)
+            expert_sb, size_sb = _split_runs(run_sb, work_tiles, num_experts)
             if listed.lists > 0:
                 nisa.tensor_copy(dst=known.expert, src=expert_sb[0:1, 0:1])
             go_on(meanwhile)
@@ -154,12 +146,10 @@ def store_work_tiles(
             if work_tiles.reload_after > 0:
                 before_sb = _move_later(expert_sb, work_tiles.reload_after)
             tile_sb = _place_tiles(
-                runs, work_tile_sb, run_sb, expert_sb, of_run, work_tiles.largest, num_tiles
+                runs, work_tile_sb, run_sb, expert_sb, size_sb, work_tiles.largest, num_tiles
             )
             index_sb = _new(columns, nl.uint32)
             nisa.tensor_copy(dst=index_sb, src=expert_sb)
-            if len(listed.sides) > 0:
-                _work_tile_last(runs, tile_sb, index_sb)
             for number in range(listed.lists):
                 known.columns.append(
                     _place_columns(runs, index_sb, tile_sb, expert_sb, number > 0, num_tiles)
@@ -177,7 +167,7 @@ def store_work_tiles(
 def work_tile_bytes(work_tiles: WorkTileDims, num_experts: int) -> int:
     """Return the bytes of SBUF per partition that listing work tiles takes (counted generously)."""
     columns = -(-work_tiles.num_work_tiles // PARTITIONS)
-    runs = 6 * _num_positions(work_tiles) * num_experts + 12 * num_experts
+    runs = 6 * work_tiles.largest * num_experts + 12 * num_experts
     return 4 * (runs + (24 + 3 * work_tiles.largest) * columns)
 
 
@@ -185,11 +175,6 @@ def spread_entries(work_tiles: WorkTileDims) -> int:
     """Return the entries of a lane's lists of row tiles, filled up to whole partitions."""
     each = -(-work_tiles.num_work_tiles // PARTITIONS) * work_tiles.largest
     return -(-work_tiles.num_work_tiles * work_tiles.largest // each) * each
-
-
-def _num_positions(work_tiles: WorkTileDims) -> int:
-    """Return P, the sizes of work tiles in the runs."""
-    return 2 * work_tiles.largest if work_tiles.tells_short else work_tiles.largest
 
 
 def _new(width: int, dtype: nl.DType) -> nl.ndarray:
@@ -205,14 +190,12 @@ def _group_tiles(
     listed: ListedTokens,
 ) -> _Runs:
     """Return the work tiles of each size and expert, as `_group` of common.work tiles does."""
-    E, G, sides = tokens_sb.shape[1], work_tiles.largest, listed.sides
+    E, G = tokens_sb.shape[1], work_tiles.largest
     blocks_sb, tiles_sb, count_sb = _new(E, nl.int32), _new(E, nl.int32), _new(E, nl.int32)
     divide_up(blocks_sb, tokens_sb, block_size)
     divide_up(tiles_sb, tokens_sb, work_tiles.tile_rows)
     divide_up(count_sb, tiles_sb, G)
-    P = _num_positions(work_tiles)
-    step = P // G  # from runs of some tiles to those of one tile less
-    work_tiles_sb, tile_sb = _new(P * E, nl.float32), _new(4 * E + 1, nl.float32)
+    work_tiles_sb, tile_sb = _new(G * E, nl.float32), _new(3 * E + 1, nl.float32)
     first = tile_sb[:, 0:E]
     _subtract(first, last_block_sb, blocks_sb)
     _scale_and_add(first, first, float(block_size // work_tiles.tile_rows), 0.0)
@@ -227,34 +210,22 @@ def _group_tiles(
     _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
     _add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
     go_on(listed.meanwhile)
-    behind = tile_sb[:, 3 * E : 4 * E]
-    nisa.memset(dst=tile_sb[:, 3 * E : 4 * E + 1], value=0.0, engine=nisa.engine.vector)
-    if len(sides) > 0:
-        _count_behind(behind, tiles_sb, sides[0], work_tiles.tile_rows)
+    nisa.memset(dst=tile_sb[:, 3 * E : 3 * E + 1], value=0.0, engine=nisa.engine.vector)
     if G > 1:
         _subtract(lacking_sb, lacking_sb, spread_sb)
-        nisa.tensor_copy(dst=work_tiles_sb[:, step * E : (step + 1) * E], src=spread_sb)
+        nisa.tensor_copy(dst=work_tiles_sb[:, E : 2 * E], src=spread_sb)
     for less in range(2, G):
-        run = slice(less * step * E, (less * step + 1) * E)
+        run = slice(less * E, (less + 1) * E)
         nisa.tensor_scalar(
             dst=work_tiles_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(less)
         )
     go_on(listed.meanwhile)
-    if work_tiles.tells_short:
-        # Tiles that the last work tile lacks: all that are not spread, or one of these.
-        _combine_scaled(lacking_sb, spread_sb, nl.minimum, 1, nl.add, lacking_sb)
-        if len(sides) > 0:
-            short_sb = _find_between(behind, tiles_sb, sides, work_tiles.tile_rows)
-        else:
-            short_sb = _find_short(tiles_sb, tokens_sb, work_tiles.tile_rows)
-        go_on(listed.meanwhile)
-        _move_short(work_tiles_sb, short_sb, lacking_sb, work_tiles)
     go_on(listed.meanwhile)
-    ends_sb = _new(P * E + 1, nl.float32)
+    ends_sb = _new(G * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.
     nisa.tensor_tensor_scan(
-        dst=ends_sb[:, 1 : P * E + 1],
+        dst=ends_sb[:, 1 : G * E + 1],
         data0=work_tiles_sb,
         data1=work_tiles_sb,
         initial=0.0,
@@ -262,84 +233,6 @@ def _group_tiles(
         op1=nl.maximum,
     )
     return _Runs(ends_sb, tile_sb)
-
-
-def _move_short(
-    work_tiles_sb: nl.ndarray,
-    short_sb: nl.ndarray,
-    lacking_sb: nl.ndarray,
-    work_tiles: WorkTileDims,
-) -> None:
-    """Count the last work tile of an expert among those with a short last tile, if it has one.
-
-    Args:
-        work_tiles_sb: [128, P * E] work tiles of each size and expert.
-        short_sb: [128, E], 1 for experts with a short tile.
-        lacking_sb: [128, E] tiles that the last work tile of each expert lacks.
-        work_tiles: how work tiles are made.
-    """
-    E = short_sb.shape[1]
-    for less in range(work_tiles.largest):
-        all_of = work_tiles_sb[:, 2 * less * E : (2 * less + 1) * E]
-        moved = work_tiles_sb[:, (2 * less + 1) * E : (2 * less + 2) * E]
-        _combine_scaled(moved, lacking_sb, nl.equal, less, nl.multiply, short_sb)
-        _subtract(all_of, all_of, moved)
-
-
-def _find_short(tiles_sb: nl.ndarray, tokens_sb: nl.ndarray, tile_rows: int) -> nl.ndarray:
-    """Return [128, E], 1 where the last tile of an expert is at most half full."""
-    short_sb = _new(tiles_sb.shape[1], nl.float32)
-    _combine_scaled(short_sb, tiles_sb, nl.multiply, tile_rows, nl.subtract, tokens_sb)
-    half = float(tile_rows // 2)
-    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.greater_equal, operand0=half)
-    return short_sb
-
-
-def _count_behind(
-    behind_sb: nl.ndarray, tiles_sb: nl.ndarray, front_sb: nl.ndarray, tile_rows: int
-) -> None:
-    """Write how many tiles come behind that in which the front side ends, [128, E]."""
-    full_sb = _new(tiles_sb.shape[1], nl.int32)
-    divide_down(full_sb, front_sb, tile_rows)
-    _combine_scaled(behind_sb, full_sb, nl.multiply, -1, nl.add, tiles_sb)
-    nisa.tensor_scalar(
-        dst=behind_sb, data=behind_sb, op0=nl.add, operand0=-1.0, op1=nl.maximum, operand1=0.0
-    )
-
-
-def _find_between(
-    behind_sb: nl.ndarray, tiles_sb: nl.ndarray, sides: list[nl.ndarray], tile_rows: int
-) -> nl.ndarray:
-    """Return [128, E], 1 where both sides of an expert leave a short tile between them.
-
-    With a rest of at most a quarter of a tile on both sides that is the only one that is not full,
-    with one such rest the tile of that rest, beside one of the other side.
-
-    Args:
-        behind_sb: [128, E], of `_count_behind`; one less where the short tile is one further.
-        tiles_sb: [128, E] tiles of each expert.
-        sides: [128, E] tokens of either side.
-        tile_rows: R.
-    """
-    E, large = tiles_sb.shape[1], []
-    others_sb, short_sb = _new(E, nl.float32), _new(E, nl.float32)
-    nisa.tensor_copy(dst=others_sb, src=tiles_sb)
-    for side_sb in sides:
-        full_sb, large_sb = _new(E, nl.int32), _new(E, nl.float32)
-        divide_down(full_sb, side_sb, tile_rows)
-        _subtract(others_sb, others_sb, full_sb)  # tiles that are not full
-        _combine_scaled(large_sb, full_sb, nl.multiply, -tile_rows, nl.add, side_sb)
-        quarter = float(tile_rows // 4)
-        nisa.tensor_scalar(dst=large_sb, data=large_sb, op0=nl.greater, operand0=quarter)
-        large.append(large_sb)
-    _subtract(short_sb, others_sb, large[0])
-    _subtract(short_sb, short_sb, large[1])
-    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.equal, operand0=1.0)
-    # Of two that are not full it is the second one if the front side's rest is large.
-    _combine_scaled(others_sb, others_sb, nl.add, -1, nl.multiply, large[0])
-    nisa.tensor_tensor(dst=others_sb, data1=others_sb, data2=short_sb, op=nl.multiply)
-    _subtract(behind_sb, behind_sb, others_sb)
-    return short_sb
 
 
 def _combine_scaled(
@@ -358,15 +251,13 @@ def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: i
     pairs. Of S steps as large as a size, then, min(S, M) are of the former, and ceil((S - M) / 2)
     pairs begin with one of them.
     """
-    P, G = _num_positions(work_tiles), len(sizes_of(work_tiles.largest, work_tiles.tells_short))
-    whole_sb, steps_sb = _new(P, nl.int32), _new(G + 1, nl.float32)
+    G = work_tiles.largest
+    whole_sb, steps_sb = _new(G, nl.int32), _new(G + 1, nl.float32)
     divide_up(
-        whole_sb, ends_sb[:, num_experts - 1 : P * num_experts : num_experts], work_tiles.num_lanes
+        whole_sb, ends_sb[:, num_experts - 1 : G * num_experts : num_experts], work_tiles.num_lanes
     )
     nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
-    nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb[:, 0:G])
-    if P > G:  # single tiles have one loop, short or not
-        nisa.tensor_copy(dst=steps_sb[:, G : G + 1], src=whole_sb[:, P - 1 : P])
+    nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb)
     large, every = steps_sb[:, G - 1 : G], steps_sb[:, G : G + 1]
     single_sb, mixed_sb = _new(1, nl.float32), _new(1, nl.float32)
     _subtract(single_sb, every, large)
@@ -503,7 +394,7 @@ def _gather(table: nl.ndarray, index_sb: nl.ndarray) -> nl.ndarray:
 
 def _gather_block(runs: _Runs, block: int, index_sb: nl.ndarray) -> nl.ndarray:
     """Return entries of a block of the table of tiles, of experts by number, E for none."""
-    E = runs.tile.shape[1] // 4
+    E = runs.tile.shape[1] // 3
     return _gather(runs.tile[:, block * E : (block + 1) * E + 1], index_sb)
 
 
@@ -526,21 +417,14 @@ def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
 
 def _split_runs(
     run_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: int
-) -> tuple[nl.ndarray, list[nl.ndarray]]:
-    """Return expert (E for none) of each run, and its row tiles (0 for none) and, if that is told,
-    whether the last one is short; float32.
-    """
+) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return expert (E for none) of each run, and its row tiles (0 for none), float32."""
     columns = run_sb.shape[1]
     group_sb, none_sb = _new(columns, nl.int32), _new(columns, nl.float32)
     size_sb, expert_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     divide_down(group_sb, run_sb, num_experts)
     _combine_scaled(expert_sb, group_sb, nl.multiply, -num_experts, nl.add, run_sb)
-    of_run, less_sb = [size_sb], group_sb
-    if work_tiles.tells_short:
-        less_sb = _new(columns, nl.int32)
-        divide_down(less_sb, group_sb, 2)
-        of_run.append(_rest_of_two(group_sb, less_sb))
-    _scale_and_add(size_sb, less_sb, -1.0, float(work_tiles.largest))
+    _scale_and_add(size_sb, group_sb, -1.0, float(work_tiles.largest))
     nisa.tensor_scalar(
         dst=none_sb,
         data=size_sb,
@@ -550,7 +434,7 @@ def _split_runs(
         operand1=float(num_experts),
     )
     _add(expert_sb, expert_sb, none_sb)
-    return expert_sb, of_run
+    return expert_sb, size_sb
 
 
 def _move_later(values_sb: nl.ndarray, positions: int) -> nl.ndarray:
@@ -588,16 +472,13 @@ def _place_tiles(
     work_tile_sb: nl.ndarray,
     run_sb: nl.ndarray,
     expert_sb: nl.ndarray,
-    of_run: list[nl.ndarray],
+    size_sb: nl.ndarray,
     largest: int,
     num_tiles: int,
 ) -> nl.ndarray:
-    """Return the row tiles of each work tile, [128, columns * G] float32.
-
-    `of_run` is what `_split_runs` says of each run.
-    """
-    columns, num_experts = work_tile_sb.shape[1], runs.tile.shape[1] // 4
-    none, size_sb = no_tile(num_tiles), of_run[0]
+    """Return the row tiles of each work tile, [128, columns * G] float32."""
+    columns, num_experts = work_tile_sb.shape[1], runs.tile.shape[1] // 3
+    none = no_tile(num_tiles)
     tile_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     first_sb, live_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     index_sb, origin_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
@@ -612,16 +493,9 @@ def _place_tiles(
         operand1=float(num_experts),
     )
     _subtract(first_sb, work_tile_sb, _gather(runs.ends, index_sb))
-    for short_sb in of_run[1:]:
-        # A work tile with a short tile is its expert's last: the one before the end of its tiles.
-        end_sb = _new(columns, nl.float32)
-        _combine_scaled(end_sb, live_sb, nl.add, -2 * num_experts, nl.multiply, short_sb)
-        _subtract(live_sb, live_sb, end_sb)
-        _subtract(first_sb, first_sb, short_sb)
     _add(origin_sb, expert_sb, live_sb)
     nisa.tensor_tensor(dst=first_sb, data1=first_sb, data2=size_sb, op=nl.multiply)
-    starts = runs.tile[:, 0 : 3 * num_experts + 1]
-    _add(first_sb, first_sb, _gather(starts, origin_sb))
+    _add(first_sb, first_sb, _gather(runs.tile, origin_sb))
     place_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=place_sb, pattern=[[0, columns], [1, largest]], offset=0, channel_multiplier=0)
     wide_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
@@ -632,27 +506,6 @@ def _place_tiles(
     flat_sb = tile_sb.reshape((PARTITIONS, columns * largest))
     nisa.tensor_scalar(dst=flat_sb, data=flat_sb, op0=nl.add, operand0=float(none))
     return flat_sb
-
-
-def _work_tile_last(runs: _Runs, tile_sb: nl.ndarray, index_sb: nl.ndarray) -> None:
-    """Let the last tile of an expert and that which is to be visited last change places in the
-    work tiles, [128, columns * G] float32; `index_sb` [128, columns] uint32 experts.
-    """
-    columns = index_sb.shape[1]
-    end_sb, behind_sb = _gather_block(runs, 2, index_sb), _gather_block(runs, 3, index_sb)
-    shape = (columns, tile_sb.shape[1] // columns)
-    tiles = tile_sb.reshape_dim(1, shape)
-    end = end_sb.expand_dim(2).broadcast(2, shape[1])
-    behind = behind_sb.expand_dim(2).broadcast(2, shape[1])
-    # Tiles before the end: -1 for the last one, which goes back; -1 - behind comes last.
-    before_sb, last_sb = _new(tile_sb.shape[1], nl.float32), _new(tile_sb.shape[1], nl.float32)
-    before, last = before_sb.reshape_dim(1, shape), last_sb.reshape_dim(1, shape)
-    _subtract(before, tiles, end)
-    _combine_scaled(last, before, nl.equal, -1, nl.multiply, behind)
-    _add(before, before, behind)
-    _combine_scaled(before, before, nl.equal, -1, nl.multiply, behind)
-    _subtract(before, before, last)
-    _add(tiles, tiles, before)
 
 
 def _place_columns(
@@ -667,7 +520,7 @@ def _place_columns(
 
     Places count from an expert's first row tile, or back from its last.
     """
-    columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 4
+    columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 3
     shape = (columns, tile_sb.shape[1] // columns)
     column_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
     places, wanted = column_sb.reshape_dim(1, shape), tile_sb.reshape_dim(1, shape)

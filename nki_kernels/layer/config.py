@@ -154,11 +154,6 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     assert slot_rows(config) <= no_piece(experts) * stored_rows(experts)
     check_combine(num_tokens, folds.columns, experts.H, slot_rows(config), partials)
     check_combined_ranks(config.out, num_tokens, experts.num_cores)
-    if experts.stores == "tiles" and config.work_tiles.tells_short:
-        raise ValueError(
-            "stores='tiles', tells_short=True: rows of a tile are not in the order of its slots."
-            " Use 'rows'."
-        )
     _check_shared(config)
 
 

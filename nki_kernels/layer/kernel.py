@@ -69,7 +69,7 @@ import nki.language as nl
 from nki_kernels.combine.folds import Folds, add_folds, make_folds
 from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.integers import divide_down, divide_up
+from nki_kernels.common.integers import divide_up
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
     TokenTiles,
@@ -77,7 +77,6 @@ from nki_kernels.common.token_tiles import (
     split_tokens,
     store_per_token,
 )
-from nki_kernels.common.work_tiles import RowRun, num_rows, row_runs, run_of
 from nki_kernels.index.kernel import lay_out_blocks, list_work_tiles, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
@@ -272,7 +271,6 @@ def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
         index.work_tiles[1],
         index.work_tiles[2],
         lane_of(config.experts),
-        row_runs(config.experts.tile_rows, config.work_tiles.tells_short),
         config.experts.scaling == "pre",
     )
 
@@ -292,11 +290,11 @@ def _index_tokens(
     tokens = split_tokens(experts.hidden.shape[0], nl.program_id(0), nl.num_programs(0))
     id_table = make_id_table(config.experts)
     local = _choose(chosen_by, config, tokens)
-    runs = row_runs(config.experts.tile_rows, config.work_tiles.tells_short)
     pairs = start_marks(local.index_sb, tokens, dims, top_k)
     groups = tiles_of(pairs)
     mark_group(pairs, groups[0])
-    lists = start_lists(tokens, runs, places_width(config, nl.num_programs(0)), dims.num_experts)
+    width = places_width(config, nl.num_programs(0))
+    lists = start_lists(tokens, config.experts.tile_rows, width, dims.num_experts)
     # Engines work in order: a group is counted when the next one is marked.
     for number in range(1, len(groups)):
         mark_group(pairs, groups[number])
@@ -334,8 +332,7 @@ def _index_tokens(
     look_up_rest(meanwhile)
     slot_sb = slots_of(numbered, ends[0], ends[1])
     if config.experts.scaling == "pre":
-        scaled_sb = _rows_of(slot_sb, runs) if config.work_tiles.tells_short else slot_sb
-        invert_weights(index.slot_scale, affinities_sb, scaled_sb, meanwhile)
+        invert_weights(index.slot_scale, affinities_sb, slot_sb, meanwhile)
     finish_searches(lists.searches)
     told = tell_lists(lists)
     # The other core's lists are on their way.
@@ -366,40 +363,6 @@ def _index_tokens(
     return weights
 
 
-def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
-    """Return the rows of slots, counted through tiles, whose rows are numbered by runs."""
-    shape, rows = slot_sb.shape, num_rows(runs)
-    tile_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    divide_down(tile_sb, slot_sb, rows)
-    number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=number_sb,
-        data=tile_sb,
-        op0=nl.multiply,
-        operand0=-float(rows),
-        op1=nl.add,
-        operand1=slot_sb,
-    )
-    run = run_of(runs, 0)
-    while run.number + run.count < rows:
-        following = run_of(runs, run.number + run.count)
-        # How much further rows are from their numbers there than before.
-        step = following.first - following.number - run.first + run.number
-        moved_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=moved_sb,
-            data=number_sb,
-            op0=nl.greater_equal,
-            operand0=float(following.number),
-            op1=nl.multiply,
-            operand1=float(step),
-        )
-        row_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=row_sb, data1=slot_sb, data2=moved_sb, op=nl.add)
-        slot_sb, run = row_sb, following
-    return slot_sb
-
-
 def _list_work_tiles(
     index: LayerIndex,
     meanwhile: Meanwhile,
@@ -415,20 +378,12 @@ def _list_work_tiles(
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
-    sides, loop = [], config.experts.loop
-    # Rows of a tile are asked for when those of the one before are turned, and waited for, as the
-    # weights are there: those of the tile with padding come soonest.
-    waits = loop.row_buffers == 2 and loop.in_parts == 1 and config.work_tiles.largest > 2
-    if config.work_tiles.tells_short or waits:
-        sides = [own_sb, other_sb]
-        if nl.program_id(0) > 0:
-            sides = [other_sb, own_sb]
     index.work_tiles, known = list_work_tiles(
         total_sb,
         last_block_sb,
         config.work_tiles,
         dims,
-        ListedTokens(nl.num_programs(0), sides, meanwhile),
+        ListedTokens(nl.num_programs(0), meanwhile),
     )
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_up(tiles_sb, total_sb, rows)

@@ -26,7 +26,6 @@ from nki_kernels.prefill.config import (
     mx_form,
     output_tiles,
     stored_parts,
-    tells_short,
     work_tile_dims,
 )
 from nki_kernels.prefill.cost import cost_blockwise_moe
@@ -62,7 +61,6 @@ __all__ = [
     "output_tiles",
     "rank_candidates",
     "stored_parts",
-    "tells_short",
     "work_tile_dims",
     "work_tiles_of",
 ]

@@ -20,7 +20,6 @@ from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import keep_below, load_table, make_tiles
-from nki_kernels.common.work_tiles import number_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
@@ -282,8 +281,7 @@ def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
 
 @dataclass
 class Lists(NKIObject):
-    """What says which work tiles there are, in HBM; `lane` is the row of the lists, `row_runs` how
-    rows of a tile are numbered.
+    """What says which work tiles there are, in HBM; `lane` is the row of the lists.
 
     `slots`: [num_slots] int32 token ids, None if they are on chip; `slot_scale`: [num_slots]
     float32, read if the configuration scales; `meets`: whether both cores write it before.
@@ -295,7 +293,6 @@ class Lists(NKIObject):
     work_row_tiles: nl.NkiTensor
     class_iterations: nl.NkiTensor
     lane: int
-    row_runs: Any
     meets: bool = False
 
 
@@ -475,13 +472,7 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     entries = rows_sb.shape[1] * rows_sb.shape[2]
     nisa.dma_copy(dst=rows_sb, src=lists.work_row_tiles.ap([[0, R], [1, entries]], offset=offset))
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
-    for run in lists.row_runs:
-        nisa.iota(
-            dst=number_sb[run.first : run.first + run.count],
-            pattern=[[1, 1]],
-            offset=1 + run.number,
-            channel_multiplier=1,
-        )
+    nisa.iota(dst=number_sb, pattern=[[1, 1]], offset=1, channel_multiplier=1)
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
     slot_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -517,14 +508,13 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     pieces_sb = b.piece_table[0].reshape((1, entries, count))
     for piece in range(count):
         first = piece * rows
-        number = number_of(lists.row_runs, first) // rows
         nisa.tensor_scalar(
             dst=number_sb,
             data=tiles_sb,
             op0=nl.multiply,
             operand0=float(count),
             op1=nl.add,
-            operand1=float(number),
+            operand1=float(piece),
         )
         for begin in range(0, entries, BANK_FLOATS):
             end = min(entries, begin + BANK_FLOATS)

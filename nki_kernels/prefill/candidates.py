@@ -19,7 +19,6 @@ from nki_kernels.prefill.config import (
     ExpertSizes,
     PlanRequest,
     PrefillWork,
-    can_tell_short,
     fit_of,
 )
 from nki_kernels.prefill.fit import best_loop, loops_that_fit
@@ -171,16 +170,11 @@ def _candidates(
     """Return the best loops of a block size and a shard plan."""
     found = []
     draft = draft_config(formula, sizes, work, asked)
-    requests = [asked]
-    if can_tell_short(draft) and not asked.tells_short:
-        requests.append(replace(asked, tells_short=True))
-    for request in requests:
-        draft = draft_config(formula, sizes, work, request)
-        for config in loops_that_fit(draft, request, routings[0])[:_LOOPS]:
-            fit = fit_of(config.loop)
-            fixed = replace(request, largest_work_tile=fit.work_tile, fit=fit)
-            times_us = tuple(estimate_us(config, tokens_E, spread) for tokens_E in routings)
-            found.append(Candidate(request=fixed, block_size=work.block_size, times_us=times_us))
+    for config in loops_that_fit(draft, asked, routings[0])[:_LOOPS]:
+        fit = fit_of(config.loop)
+        fixed = replace(asked, largest_work_tile=fit.work_tile, fit=fit)
+        times_us = tuple(estimate_us(config, tokens_E, spread) for tokens_E in routings)
+        found.append(Candidate(request=fixed, block_size=work.block_size, times_us=times_us))
     if not found:
         best_loop(draft, asked, routings[0])  # raises, as nothing fits
     return found

@@ -15,7 +15,7 @@ from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, early_offset, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.weight_formats import ITEM_BYTES
-from nki_kernels.common.work_tiles import WorkTileDims, max_steps, max_work_tiles, tiles_of
+from nki_kernels.common.work_tiles import WorkTileDims, max_steps, max_work_tiles
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
@@ -100,8 +100,6 @@ class PlanRequest(NKIObject):
             leave out (skip), or a spare row, tile or expert, for a compiler or chip on which they
             do not (spare). Then whole row tiles are stored.
         chip: what the launch is for; MX weights need a trn3.
-        tells_short: work tiles whose last row tile is at most half full have loops of their own,
-            which compute half of it.
         iterations: of run-time loops: each loads what it uses, and leaves nothing on chip for
             another one (alone), or asks for what the next one begins with (ahead).
     """
@@ -116,7 +114,6 @@ class PlanRequest(NKIObject):
     fit: LoopFit | None = None
     missing: str = "skip"
     chip: str = "trn2"
-    tells_short: bool = False
     iterations: str = "ahead"
 
 
@@ -138,7 +135,7 @@ class ShardPlan(NKIObject):
 class LoopPlan(NKIObject):
     """How a core goes through its work tiles.
 
-    `classes` are the work tile sizes that have a loop of their own, descending, in half tiles
+    `classes` are the work tile sizes that have a loop of their own, descending
     (common/work_tiles.py). `is_dynamic`: run-time iteration counts; otherwise the loop covers the
     worst case. `in_halves`: core 0 takes the first half of the work tiles, not every second one.
     `skips_weights`: weights that the last work tile left on chip are not loaded again.
@@ -227,30 +224,13 @@ def mx_form(config: PrefillConfig) -> MxForm:
 
 def largest_work_tile_of(config: PrefillConfig) -> int:
     """Return G, the row tiles of the largest work tile."""
-    return tiles_of(config.loop.classes[0])
-
-
-def tells_short(config: PrefillConfig) -> bool:
-    """Whether work tiles with a short last tile have loops of their own."""
-    return len(config.loop.classes) > largest_work_tile_of(config)
-
-
-def can_tell_short(config: PrefillConfig) -> bool:
-    """Whether there may be such loops: half a tile is what the tensor engine takes at least."""
-    is_plain = config.loop.is_sorted and config.loop.missing == "skip"
-    is_plain = is_plain and not config.shard.splits_h and not is_mx(config)
-    return is_plain and config.tile_rows == PARTITIONS
-
-
-def computed_rows(config: PrefillConfig, size: int, j: int) -> int:
-    """Return the rows that are computed of tile j of a work tile of so many half tiles."""
-    return config.tile_rows // 2 if 2 * j + 1 == size else config.tile_rows
+    return config.loop.classes[0]
 
 
 def fit_of(loop: LoopPlan) -> LoopFit:
     """Return what of a loop plan is a choice."""
     return LoopFit(
-        tiles_of(loop.classes[0]),
+        loop.classes[0],
         loop.in_parts,
         loop.out_parts,
         loop.weight_buffers,
@@ -438,7 +418,6 @@ def work_tile_dims(config: PrefillConfig) -> WorkTileDims:
         config.tile_rows,
         loop.in_halves,
         reload_after,
-        tells_short(config),
     )
 
 

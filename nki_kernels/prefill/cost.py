@@ -8,12 +8,11 @@ from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.weight_formats import ITEM_BYTES
-from nki_kernels.common.work_tiles import Ints, WorkTileLists, loops_of, tiles_of
+from nki_kernels.common.work_tiles import Ints, WorkTileLists, loops_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
     bias_terms,
-    computed_rows,
     core_depth,
     core_width,
     has_scale_table,
@@ -56,7 +55,7 @@ def cost_blockwise_moe(
         rows = int(rows_of_tile[tile].sum())
         stored = rows
         if config.stores == "tiles":
-            stored = int(_rows_of_places(config, lists)[tile < config.num_tiles].sum())
+            stored = int((tile < config.num_tiles).sum()) * config.tile_rows
         elif stores_pieces(config):
             stored = int(pieces_of_tile[tile].sum()) * stored_rows(config)
         row_bytes = core_width(config) * _BFLOAT16_BYTES
@@ -68,20 +67,6 @@ def cost_blockwise_moe(
         write += stored * row_bytes
         columns += _columns(config, lists, core, tables)
     return KernelCost(read, write, columns)
-
-
-def _rows_of_places(config: PrefillConfig, lists: WorkTileLists) -> Ints:
-    """Return the rows that are computed of each tile of a lane's work tiles, [V * G]."""
-    _, num_work_tiles, largest = lists.work_row_tiles_CVG.shape
-    rows_VG = np.full((num_work_tiles, largest), config.tile_rows, np.int32)
-    first = 0
-    for sizes, iterations in _iterations(config, lists):
-        for s in range(2):
-            rows_VG[first + s : first + 2 * iterations : 2] = [
-                computed_rows(config, sizes[s], j) for j in range(largest)
-            ]
-        first += 2 * iterations
-    return rows_VG.reshape(-1)
 
 
 def _iterations(config: PrefillConfig, lists: WorkTileLists) -> list[tuple[tuple[int, int], int]]:
@@ -134,9 +119,7 @@ def _columns(config: PrefillConfig, lists: WorkTileLists, core: int, tables: int
     iterations = _iterations(config, lists)
     total = depth * config.tile_rows
     for sizes, count in iterations:
-        for size in sizes:
-            rows = sum(computed_rows(config, size, j) for j in range(tiles_of(size)))
-            total += count * (rows * row + tiles_of(size) * tile)
+        total += count * sum(sizes) * (config.tile_rows * row + tile)
     entries = int(lists.work_expert_CV.shape[1]) * largest_work_tile_of(config)
     work_tiles = 2 * sum(count for _, count in iterations)
     if stores_pieces(config):

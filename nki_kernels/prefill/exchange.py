@@ -97,8 +97,8 @@ def run_two_work_tiles(
             spread_down_scale(config, b, s)
         for j in range(sizes[s]):
             outer = (s * sizes[0] + j) % config.loop.outer_buffers
-            project_out(config, b, work_tile, j, 0, share.adds_bias, outer, config.tile_rows)
-            store_rows(config, b, x, share, work_tile, j, outer, config.tile_rows)
+            project_out(config, b, work_tile, j, 0, share.adds_bias, outer)
+            store_rows(config, b, x, share, work_tile, j, outer)
         if ahead >= 0:
             load_down(config, b, x, share, b.expert[ahead], s, 0, s)
 
@@ -122,12 +122,12 @@ def _go_in_apart(
         for tile in range(last):
             _multiply_apart(config, b, s, j, tile)
         if j + 1 < size:
-            turn_rows(config, b, s, j + 1, config.tile_rows)
+            turn_rows(config, b, s, j + 1)
             gather_after(config, b, x, share, s, j + 1, size, next_size)
         _multiply_apart(config, b, s, j, last)
         _exchange(config, b, s, j)
     if following >= 0:
-        turn_rows(config, b, following, 0, config.tile_rows)
+        turn_rows(config, b, following, 0)
     if not is_alone(config.loop):
         look_at_expert(config, b, s)
         look_ahead(config, b, s)

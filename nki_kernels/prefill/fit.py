@@ -26,7 +26,6 @@ from nki_kernels.prefill.config import (
     is_alone,
     is_mx,
     largest_work_tile_of,
-    tells_short,
     with_loop,
 )
 from nki_kernels.prefill.memory import sbuf_bytes
@@ -128,7 +127,7 @@ def _candidates(config: PrefillConfig, request: PlanRequest) -> Iterator[LoopPla
                     continue
                 loop = replace(
                     config.loop,
-                    classes=sizes_of(size, tells_short(config)),
+                    classes=sizes_of(size),
                     weight_buffers=buffers,
                     in_parts=in_parts,
                     out_parts=out_parts,
@@ -202,7 +201,7 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
 
 def _pairs(config: PrefillConfig) -> int:
     """Return the pairs of work tiles of an iteration, so many that its edges are a small part."""
-    pairs, pair_ns = 1, 2 * work_tile_ns(config, 1.0, config.tile_rows)
+    pairs, pair_ns = 1, 2 * work_tile_ns(config, 1, config.tile_rows)
     while 2 * pairs <= MOST_PAIRS and pairs * pair_ns < _EDGES_OF_AN_ITERATION * edge_ns(config):
         pairs *= 2
     return pairs

@@ -54,7 +54,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.work_tiles import loops_of, row_runs, tiles_of
+from nki_kernels.common.work_tiles import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Lists,
@@ -77,7 +77,6 @@ from nki_kernels.prefill.buffers import (
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
-    computed_rows,
     first_tiles,
     is_alone,
     iteration_pairs,
@@ -145,7 +144,6 @@ def blockwise_moe(
         work_row_tiles,
         class_iterations,
         lane_of(config),
-        row_runs(config.tile_rows, False),
     )
     weights = make_weight_buffers(config)
     return compute_work_tiles(config, make_buffers(config, weights), weights, x, lists)
@@ -228,7 +226,7 @@ def _loop_over(
         _start_iteration(config, b, x, share, sizes)
         for s in range(0, 2 * pairs, 2):
             if config.shard.splits_h:
-                run_two_work_tiles(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])), s)
+                run_two_work_tiles(config, b, x, share, sizes, s)
             else:
                 _run_work_tile(config, b, x, s, sizes, share)
                 _run_work_tile(config, b, x, s + 1, sizes, share)
@@ -249,13 +247,13 @@ def _start_iteration(
     else:
         _load_step(config, b, x, share, 0, 0)
         gather_rows(config, b, x, share, 0, 0)
-    for j in range(1, min(tiles_of(sizes[0]), loop.row_buffers)):
+    for j in range(1, min(sizes[0], loop.row_buffers)):
         gather_rows(config, b, x, share, 0, j)
     if loop.first_buffers == 2:
         gather_rows(config, b, x, share, 1, 0)
     if not config.shard.splits_h:
         _load_behind(config, b, x, share)
-    turn_rows(config, b, 0, 0, config.tile_rows)
+    turn_rows(config, b, 0, 0)
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -284,7 +282,7 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
 
     def two_work_tiles(_iteration: int) -> None:
         if config.shard.splits_h:
-            run_two_work_tiles(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])))
+            run_two_work_tiles(config, b, x, share, sizes)
         else:
             _run_work_tile(config, b, x, 0, sizes, share)
             _run_work_tile(config, b, x, 1, sizes, share)
@@ -359,7 +357,7 @@ def _start_pipeline(
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
-    turn_rows(config, b, 0, 0, config.tile_rows)
+    turn_rows(config, b, 0, 0)
     if waits:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -373,17 +371,16 @@ def _run_work_tile(
     tensor engine has work while the last activation is computed.
     """
     following, alone = work_tile_after(b, s, 1), is_alone(config.loop)
-    halves = sizes[s % 2]
-    size, next_size = tiles_of(halves), tiles_of(sizes[1 - s % 2]) if following >= 0 else 0
+    size, next_size = sizes[s % 2], sizes[1 - s % 2] if following >= 0 else 0
     if not alone:
         look_at_outputs(config, b, s)
     gather_early(config, b, x, share, s)
     # A smaller work tile leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, following, j)
-    _go_in(config, b, x, s, halves, next_size, share)
+    _go_in(config, b, x, s, size, next_size, share)
     if following >= 0:
-        turn_rows(config, b, following, 0, config.tile_rows)
+        turn_rows(config, b, following, 0)
     # This work tile has used its expert and ids: they become those of the work tile two ahead,
     # whose first rows take the buffer that was just turned.
     if not alone:
@@ -391,7 +388,7 @@ def _run_work_tile(
     gather_late(config, b, x, share, s)
     if config.has_scales:
         spread_down_scale(config, b, s)
-    _go_out(config, b, x, s, halves, s % 2 * tiles_of(sizes[0]), share)
+    _go_out(config, b, x, s, size, s % 2 * sizes[0], share)
 
 
 def _go_in(
@@ -399,14 +396,14 @@ def _go_in(
     b: Buffers,
     x: Operands,
     s: int,
-    halves: int,
+    size: int,
     next_size: int,
     share: Share,
 ) -> None:
     """Do the gate and up projections of a work tile, part by part of the intermediate axis, and of
     the hidden axis inside.
     """
-    loop, size = config.loop, tiles_of(halves)
+    loop = config.loop
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
     last = config.i_axis.count - 1
     steps = parts * h_parts
@@ -417,15 +414,14 @@ def _go_in(
         if h_part == 0:
             prepare_part(config, b, beside)
         for j in range(size):
-            rows = computed_rows(config, halves, j)
             for tile in range(last):
-                project_in(config, b, buffer, beside, s, j, part, h_part, tile, rows)
+                project_in(config, b, buffer, beside, s, j, part, h_part, tile)
             # The next tile is turned before the last product of this one, so that the engines
             # that copy it are done when its own products begin.
             if step == 0 and j + 1 < size:
-                turn_rows(config, b, s, j + 1, computed_rows(config, halves, j + 1))
+                turn_rows(config, b, s, j + 1)
                 gather_after(config, b, x, share, s, j + 1, size, next_size)
-            project_in(config, b, buffer, beside, s, j, part, h_part, last, rows)
+            project_in(config, b, buffer, beside, s, j, part, h_part, last)
         if step == steps - 1 and not is_alone(loop):
             look_at_expert(config, b, s)
         _load_step(config, b, x, share, s, step + loop.weight_buffers)
@@ -436,7 +432,7 @@ def _go_out(
     b: Buffers,
     x: Operands,
     s: int,
-    halves: int,
+    size: int,
     first_outer: int,
     share: Share,
 ) -> None:
@@ -445,12 +441,11 @@ def _go_out(
     """
     parts = config.loop.out_parts
     for part in range(parts):
-        for j in range(tiles_of(halves)):
+        for j in range(size):
             outer = (first_outer + j) % config.loop.outer_buffers
-            rows = computed_rows(config, halves, j)
-            project_out(config, b, s, j, part, share.adds_bias, outer, rows)
+            project_out(config, b, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
-                store_rows(config, b, x, share, s, j, outer, rows)
+                store_rows(config, b, x, share, s, j, outer)
         _load_part(config, b, x, share, s, part + config.loop.weight_buffers)
 
 

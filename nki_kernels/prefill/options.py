@@ -29,7 +29,6 @@ from nki_kernels.prefill.config import (
     PrefillConfig,
     PrefillWork,
     ShardPlan,
-    can_tell_short,
     stored_parts,
     work_tile_dims,
 )
@@ -84,7 +83,7 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
     """
-    classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1, False)
+    classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1)
     draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
     return stored_parts(best_loop(draft, _BY_ESTIMATE, _even_tokens(draft, _EVEN_TILES)))
 
@@ -136,7 +135,7 @@ def draft_config(
     is_sorted = request.loop_plan == "sorted" and request.shard_plan != "block"
     in_parts, out_parts = _parts_of_core(request.weight_parts, shard, work.num_cores)
     loop = LoopPlan(
-        classes=sizes_of(request.largest_work_tile if is_sorted else 1, request.tells_short),
+        classes=sizes_of(request.largest_work_tile if is_sorted else 1),
         is_dynamic=request.loop_plan != "static",
         is_sorted=is_sorted,
         in_halves=request.in_halves,
@@ -156,7 +155,7 @@ def draft_config(
     # Rows without a token cannot be left out where nothing can.
     stores = "tiles" if request.missing == "spare" else work.stores
     tile_rows = min(work.block_size, 128)
-    draft = PrefillConfig(
+    return PrefillConfig(
         formula,
         sizes.H,
         sizes.I,
@@ -175,15 +174,6 @@ def draft_config(
         tile_axis(sizes.I),
         request.chip,
     )
-    if request.tells_short and not can_tell_short(draft):
-        raise ValueError(
-            f"tells_short=True, block_size={work.block_size}, shard_plan={request.shard_plan!r},"
-            f" loop_plan={request.loop_plan!r}, missing={request.missing!r},"
-            f" weight_format={sizes.weight_format!r}: short tiles are told apart in sorted loops,"
-            " with blocks of 128 or more, missing='skip' and weights that are no MX words. Use"
-            " tells_short=False."
-        )
-    return draft
 
 
 def _piece_rows(sizes: ExpertSizes, work: PrefillWork) -> int:

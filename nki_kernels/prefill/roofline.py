@@ -32,7 +32,6 @@ from nki_kernels.prefill.config import (
     num_partials,
     num_work_tiles,
     stores_pieces,
-    tells_short,
 )
 
 # Assumed: loads that may not run ahead of the tensor engine wait at times.
@@ -85,16 +84,15 @@ def experts_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     lanes = config.shard.num_lanes
     if not config.loop.is_dynamic:  # every work tile there may be, most without a tile
         return num_work_tiles(config) * work_tile_ns(
-            config, 1.0, rows * tiles / num_work_tiles(config) / lanes
+            config, 1, rows * tiles / num_work_tiles(config) / lanes
         )
-    sizes = sorted(_sizes(config, tokens_E, tiles_E), reverse=True)
-    steps = Counter(sizes[::lanes])
+    steps = Counter(_sizes(config, tiles_E)[::lanes])
     total = sum(count * work_tile_ns(config, size, rows) for size, count in steps.items())
     if is_alone(config.loop):
         more_E = tokens_E.copy()
         more_E[0] += config.tile_rows  # experts hardly have as many tiles each
-        sizes = sorted(_sizes(config, more_E, -(-more_E // config.tile_rows)), reverse=True)
-        total += _num_iterations(Counter(sizes[::lanes]), config.loop.pairs) * edge_ns(config)
+        steps = Counter(_sizes(config, -(-more_E // config.tile_rows))[::lanes])
+        total += _num_iterations(steps, config.loop.pairs) * edge_ns(config)
     return total + _LOOP_NS * len(loops_of(config.loop.classes))
 
 
@@ -109,9 +107,9 @@ def edge_ns(config: PrefillConfig) -> float:
     return _EDGE_NS * chip.transfers + _EDGE_LOADS * first_load
 
 
-def _num_iterations(steps: Counter[float], pairs: int) -> int:
+def _num_iterations(steps: Counter[int], pairs: int) -> int:
     """Return the iterations through work tiles of so many row tiles each; see `list_work_tiles`."""
-    singles, large = steps[1.0], sorted((size for size in steps if size > 1), reverse=True)
+    singles, large = steps[1], sorted((size for size in steps if size > 1), reverse=True)
     beside = min(singles, sum(steps[size] for size in large))
     loops = [-(-(singles - beside) // 2)]
     for size in large:
@@ -121,35 +119,27 @@ def _num_iterations(steps: Counter[float], pairs: int) -> int:
     return sum(count // pairs + (count % pairs).bit_count() for count in loops)
 
 
-def _sizes(
-    config: PrefillConfig, tokens_E: NDArray[np.int64], tiles_E: NDArray[np.int64]
-) -> list[float]:
-    """Return the row tiles of each work tile; a short last one is half of one, where they are
-    told.
-    """
-    largest, R, tells = largest_work_tile_of(config), config.tile_rows, tells_short(config)
-    found: list[float] = []
-    for tokens, tiles in zip(tokens_E.tolist(), tiles_E.tolist(), strict=True):
-        found += _sizes_of_one(tiles, largest, tells and 0 < tokens % R <= R // 2)
-    return found
+def _sizes(config: PrefillConfig, tiles_E: NDArray[np.int64]) -> list[int]:
+    """Return the row tiles of each work tile, descending."""
+    largest, found = largest_work_tile_of(config), list[int]()
+    for tiles in tiles_E.tolist():
+        found += _sizes_of_one(tiles, largest)
+    return sorted(found, reverse=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sizes_of_one(tiles: int, largest: int, is_short: bool) -> tuple[float, ...]:
-    """Return the row tiles of each work tile of an expert with so many; the last may be short."""
+def _sizes_of_one(tiles: int, largest: int) -> tuple[int, ...]:
+    """Return the row tiles of each work tile of an expert with so many."""
     work_tiles = -(-tiles // largest)
-    sizes = [float(len(range(k, tiles, work_tiles))) for k in range(work_tiles)]
-    if is_short and sizes and sizes[-1] > 1:
-        sizes[-1] -= 0.5
-    return tuple(sizes)
+    return tuple(len(range(k, tiles, work_tiles)) for k in range(work_tiles))
 
 
-def work_tile_ns(config: PrefillConfig, tiles: float, live_rows: float) -> float:
+def work_tile_ns(config: PrefillConfig, tiles: int, live_rows: float) -> float:
     """Return an estimate of the time of a work tile, in ns.
 
     Args:
         config: what the kernel is compiled for.
-        tiles: row tiles of the work tile; a short one is half of one.
+        tiles: row tiles of the work tile.
         live_rows: rows of a tile that hold a token.
     """
     loop, H, chip = config.loop, core_width(config), core(config.chip)

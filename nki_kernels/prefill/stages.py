@@ -46,20 +46,21 @@ from nki_kernels.prefill.mx_stages import (
 )
 
 
-def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int, rows: int) -> None:
-    """Transpose the first rows of a row tile, scaled first if the configuration says so."""
-    rows_sb = b.rows[row_buffer(config, s, j)][0:rows]
+def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+    """Transpose the rows of a row tile, scaled first if the configuration says so."""
+    rows_sb = b.rows[row_buffer(config, s, j)]
     if config.scaling == "pre":
         nisa.tensor_scalar(
             dst=rows_sb,
             data=rows_sb,
             op0=nl.multiply,
-            operand0=b.scale[s][0:rows, j : j + 1],
+            operand0=b.scale[s][0 : config.tile_rows, j : j + 1],
         )
     if is_mx(config):
         turn_into_words(config, b, rows_sb, turned_buffer(config, j), j)
         return
-    transpose_rows(b.turned[turned_buffer(config, j)], rows_sb, config.h_axis, b.turn_ps, rows)
+    turned_sb = b.turned[turned_buffer(config, j)]
+    transpose_rows(turned_sb, rows_sb, config.h_axis, b.turn_ps, config.tile_rows)
 
 
 def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -92,7 +93,6 @@ def project_in(
     part: int,
     h_part: int,
     tile: int,
-    rows: int,
 ) -> None:
     """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product.
 
@@ -105,17 +105,15 @@ def project_in(
         s, j: work tile and row tile.
         part, h_part: of the intermediate and of the hidden axis.
         tile: of the part.
-        rows: of the row tile.
     """
     if config.loop.h_parts == 1:
         bank_ps = b.inner_ps[inner_turn(config, j, part, tile)]
     else:
         bank_ps = b.inner_ps[j * config.i_axis.count + tile]
-    multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps[:, :, 0:rows])
+    multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps)
     if h_part + 1 < config.loop.h_parts:
         return
-    projected = bank_ps[0 : rows_of(config.i_axis, tile), :, 0:rows]
-    finish_in(config, b, beside, s, j, part, tile, projected)
+    finish_in(config, b, beside, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
     if is_mx(config) and tile == config.i_axis.count - 1:
         quantize_inner(config, b, inner_buffer(config, s, j), part)
 
@@ -266,15 +264,14 @@ def project_out(
     part: int,
     adds_bias: bool,
     outer: int,
-    rows: int,
 ) -> None:
-    """Multiply so many rows with one part of the columns of the down weights; leave the result in
+    """Multiply a row tile with one part of the columns of the down weights; leave the result in
     `outer`.
     """
     if is_mx(config):
         project_words_out(config, b, s % config.loop.weight_buffers, s, j, adds_bias, outer)
         return
-    i_axis, R = config.i_axis, rows
+    i_axis, R = config.i_axis, config.tile_rows
     buffer = (s * config.loop.out_parts + part) % config.loop.weight_buffers
     columns = core_width(config) // config.loop.out_parts
     count = -(-columns // BANK_FLOATS)
@@ -353,25 +350,24 @@ def store_rows(
     s: int,
     j: int,
     outer: int,
-    computed: int,
 ) -> None:
-    """Write the computed rows of a tile to their slots; a missing tile moves no data."""
+    """Write the rows of a tile to their slots; a missing tile moves no data."""
     R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
     if config.stores == "tiles" or stores_pieces(config):
         each = stored_rows(config)
-        size, count = min(computed, each), R // each
+        count = R // each
         pieces = x.output.reshape((num_partials * num_rows // each, each, H))
-        for piece in range(computed // size):
+        for piece in range(count):
             place = j * count + piece
             nisa.dma_copy(
                 dst=pieces.ap(
-                    [[H, size], [1, width]],
+                    [[H, each], [1, width]],
                     offset=share.partial * num_rows * H + share.h_first,
                     scalar_offset=b.out_tile[s][0:1, place : place + 1],
                     indirect_dim=0,
                 ),
-                src=b.outer[outer][piece * size : (piece + 1) * size],
+                src=b.outer[outer][piece * each : (piece + 1) * each],
                 oob_mode=when_missing(config.loop.missing == "skip"),
                 dge_mode=nisa.dge_mode.hwdge,
                 # Of both queues: an iteration ends when its last transfer is asked for.
@@ -381,11 +377,11 @@ def store_rows(
         rows = x.output.reshape((num_partials * num_rows, H))
         nisa.dma_copy(
             dst=rows.ap(
-                [[H, computed], [1, width]],
+                [[H, R], [1, width]],
                 offset=share.partial * num_rows * H + share.h_first,
-                vector_offset=b.out_row[s][0:computed, j : j + 1],
+                vector_offset=b.out_row[s][0:R, j : j + 1],
             ),
-            src=b.outer[outer][0:computed],
+            src=b.outer[outer],
             oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.swdge,
         )

@@ -29,7 +29,6 @@ from nki_kernels.prefill import (
     estimate_us,
     make_config,
     rank_candidates,
-    tells_short,
 )
 
 Ints = NDArray[np.int32]
@@ -184,7 +183,6 @@ def one_of_each(points: Sequence[Point]) -> list[Point]:
             loop.out_parts,
             loop.h_parts,
             loop.weight_buffers,
-            tells_short(point.config),
             point.estimated_us,
         )
         found.setdefault(does, point)

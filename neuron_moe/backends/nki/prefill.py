@@ -59,7 +59,6 @@ from nki_kernels.prefill import (
     make_config,
     output_tiles,
     rank_candidates,
-    tells_short,
     work_tile_dims,
 )
 
@@ -397,7 +396,6 @@ def _request(plan: PrefillPlan) -> PlanRequest:
     return replace(
         request,
         loop_plan=asked.loop_plan,
-        tells_short=request.tells_short and asked.loop_plan == "sorted",
         in_halves=tuning.in_halves,
         skip_weights=tuning.skip_weights,
     )
@@ -430,7 +428,6 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
             tuned.weight_buffers,
             tuned.hidden_parts,
         ),
-        tells_short=tuned.tells_short,
     )
 
 
@@ -450,7 +447,6 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         weight_buffers=loop.weight_buffers,
         weights="by parts" if loop.by_parts else "plain",
         hidden_parts=loop.h_parts,
-        tells_short=tells_short(config),
     )
 
 

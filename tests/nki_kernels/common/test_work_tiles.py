@@ -14,7 +14,6 @@ from nki_kernels.common.work_tiles import (
     max_work_tiles,
     no_tile,
     sizes_of,
-    tiles_of,
 )
 
 
@@ -24,39 +23,30 @@ from nki_kernels.common.work_tiles import (
     lanes=st.sampled_from([1, 2]),
     largest=st.integers(1, 5),
     in_halves=st.booleans(),
-    tells_short=st.booleans(),
-    data=st.data(),
 )
 def test_every_tile_is_visited_once(
     counts: list[int],
     lanes: int,
     largest: int,
     in_halves: bool,
-    tells_short: bool,
-    data: st.DataObject,
 ) -> None:
     num_experts, num_tiles = len(counts), sum(counts) + 3
-    classes = sizes_of(largest, tells_short)
     num_work_tiles = max_work_tiles(num_tiles, num_experts, lanes, largest)
     expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
     tile = np.arange(len(expert), dtype=np.int32)
-    is_last = np.diff(expert, append=num_experts) != 0
-    is_short = is_last & np.array([data.draw(st.booleans()) for _ in tile], bool)
-    dims = WorkTileDims(lanes, largest, num_work_tiles, 128, in_halves, 0, tells_short)
-    tiles = LiveTiles(tile, expert, is_short)
+    dims = WorkTileDims(lanes, largest, num_work_tiles, 128, in_halves, 0)
+    tiles = LiveTiles(tile, expert)
     lists = list_work_tiles(tiles, dims, num_tiles=num_tiles, num_experts=num_experts)
     seen, step = [], 0
     for sizes, iterations in zip(
-        loops_of(classes), lists.class_iterations_1L[0].tolist(), strict=True
+        loops_of(sizes_of(largest)), lists.class_iterations_1L[0].tolist(), strict=True
     ):
         for work_tile in range(step, step + 2 * iterations):
             size = sizes[(work_tile - step) % 2]
             for lane in range(lanes):
                 places = lists.work_row_tiles_CVG[lane, work_tile]
                 used = places[places != no_tile(num_tiles)]
-                assert len(used) <= tiles_of(size)
-                if size % 2 and len(used) == tiles_of(size):
-                    assert is_short[used[-1]]
+                assert len(used) <= size
                 assert (places[: len(used)] == used).all()
                 assert (expert[used] == lists.work_expert_CV[lane, work_tile]).all()
                 seen += used.tolist()
@@ -70,7 +60,7 @@ def test_every_tile_is_visited_once(
 def test_two_cores_share_a_hot_expert() -> None:
     expert = np.zeros(40, np.int32)
     dims = WorkTileDims(2, 4, max_work_tiles(48, 8, 2, 4), 128, False, 0)
-    tiles = LiveTiles(np.arange(40, dtype=np.int32), expert, np.zeros(40, bool))
+    tiles = LiveTiles(np.arange(40, dtype=np.int32), expert)
     lists = list_work_tiles(tiles, dims, num_tiles=48, num_experts=8)
     per_lane = (lists.work_row_tiles_CVG < no_tile(48)).sum(axis=(1, 2))
     assert per_lane.tolist() == [20, 20]

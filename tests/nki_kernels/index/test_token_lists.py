@@ -7,7 +7,6 @@ import pytest
 
 import nki_sim
 from nki_kernels.common.token_tiles import TokenTiles, load_per_token, split_tokens, store_per_token
-from nki_kernels.common.work_tiles import row_runs
 from nki_kernels.index import BlockDims
 from nki_kernels.index.cost import rank_columns
 from nki_kernels.index.token_lists import (
@@ -31,22 +30,21 @@ from tests.nki_kernels.traces import measured_cost
 
 nki_sim.provide()
 
-# name: (T, K, E, share of choices without an expert, R, W // E, whether short tiles are told)
-CASES: dict[str, tuple[int, int, int, float, int, int, bool]] = {
-    "one-token": (1, 1, 1, 0.0, 32, 1, False),
-    "one-tile": (90, 3, 7, 0.1, 32, 3, False),
-    "odd-tiles": (1400, 3, 7, 0.1, 128, 3, False),  # filled up; the last one is not full
-    "short-tiles": (700, 2, 5, 0.1, 128, 3, True),
-    "expert-parallel": (600, 4, 16, 0.75, 32, 5, False),
-    "copies-that-do-not-divide": (900, 1, 40, 0.0, 32, 5, False),
-    "two-searches": (1300, 4, 128, 0.0, 128, 5, False),
-    "two-parts-of-experts": (300, 8, 130, 0.0, 32, 2, False),
-    "nobody": (200, 2, 8, 1.0, 32, 2, False),
-    "many-tokens": (8500, 1, 3, 0.2, 128, 8, False),
+# name: (T, K, E, share of choices without an expert, R, W // E)
+CASES: dict[str, tuple[int, int, int, float, int, int]] = {
+    "one-token": (1, 1, 1, 0.0, 32, 1),
+    "one-tile": (90, 3, 7, 0.1, 32, 3),
+    "odd-tiles": (1400, 3, 7, 0.1, 128, 3),  # filled up; the last one is not full
+    "expert-parallel": (600, 4, 16, 0.75, 32, 5),
+    "copies-that-do-not-divide": (900, 1, 40, 0.0, 32, 5),
+    "two-searches": (1300, 4, 128, 0.0, 128, 5),
+    "two-parts-of-experts": (300, 8, 130, 0.0, 32, 2),
+    "nobody": (200, 2, 8, 1.0, 32, 2),
+    "many-tokens": (8500, 1, 3, 0.2, 128, 8),
 }
 
 
-def lists_of(index_TK: Any, dims: BlockDims, rows: int, places: int, tells_short: bool) -> Any:
+def lists_of(index_TK: Any, dims: BlockDims, rows: int, places: int) -> Any:
     """List tokens by their experts [C, R, W], and number the pairs [T, K]."""
     (num_tokens, top_k), core, cores = index_TK.shape, nl.program_id(0), nl.num_programs(0)
     tokens = split_tokens(num_tokens, core, cores)
@@ -58,7 +56,7 @@ def lists_of(index_TK: Any, dims: BlockDims, rows: int, places: int, tells_short
     isa.memset(dst=index_sb, value=-1)
     load_per_token(index_sb, index_TK, tokens)
     pairs = start_marks(index_sb, tokens, dims, top_k)
-    lists = start_lists(tokens, row_runs(rows, tells_short), width, dims.num_experts)
+    lists = start_lists(tokens, rows, width, dims.num_experts)
     for tiles in tiles_of(pairs):
         mark_group(pairs, tiles)
         count_group(lists, pairs, tiles)
@@ -84,13 +82,10 @@ def in_order(tokens: TokenTiles) -> Any:
 @pytest.mark.parametrize("routing", ["uniform", "one-expert"])
 @pytest.mark.parametrize("name", CASES)
 def test_lists_hold_the_tokens_of_each_expert(name: str, routing: str) -> None:
-    T, K, E, none, rows, places, tells_short = CASES[name]
+    T, K, E, none, rows, places = CASES[name]
     index, dims = draw(T, K, E, none, routing), BlockDims(E, rows, 1)
-    run = nki_sim.run(lists_of, index, dims, rows, places, tells_short, lnc=2)
+    run = nki_sim.run(lists_of, index, dims, rows, places, lnc=2)
     listed, counted, number = run.outputs
-    row_of = np.empty(rows, np.int64)
-    for each in row_runs(rows, tells_short):
-        row_of[each.number : each.number + each.count] = each.first + np.arange(each.count)
     columns = 0
     for core in range(2):
         tokens, wanted = split_tokens(T, core, 2), np.zeros((rows, places * E), np.float32)
@@ -102,7 +97,7 @@ def test_lists_hold_the_tokens_of_each_expert(name: str, routing: str) -> None:
                 assert number[token, list(index[token]).index(expert)] == n
                 row = n % rows if core == 0 else rows - 1 - n % rows
                 if n // rows < places:
-                    wanted[row_of[row], n // rows * E + expert] = token + 1
+                    wanted[row, n // rows * E + expert] = token + 1
         np.testing.assert_array_equal(listed[core], wanted)
     assert measured_cost(run.trace).matmul_columns == columns
 
@@ -111,7 +106,7 @@ def test_lists_hold_the_tokens_of_each_expert(name: str, routing: str) -> None:
 def test_neither_unset_memory_nor_the_order_of_the_cores_matters(option: str) -> None:
     index, dims = draw(700, 3, 7, 0.1), BlockDims(7, 32, 1)
     first, other = (
-        nki_sim.run(lists_of, index, dims, 32, 4, False, lnc=2, options=options).outputs
+        nki_sim.run(lists_of, index, dims, 32, 4, lnc=2, options=options).outputs
         for options in (None, OPTIONS[option])
     )
     for one, another in zip(first, other, strict=True):

@@ -12,7 +12,6 @@ from nki_kernels.common.work_tiles import (
     list_work_tiles,
     live_tiles,
     max_work_tiles,
-    tiles_from_both_sides,
 )
 from nki_kernels.index import (
     BlockDims,
@@ -21,11 +20,7 @@ from nki_kernels.index import (
     index_blocks,
     index_blocks_ref,
 )
-from nki_kernels.index.kernel import lay_out_blocks
-from nki_kernels.index.kernel import list_work_tiles as list_work_tiles_on_chip
 from nki_kernels.index.memory import sbuf_bytes
-from nki_kernels.index.token_search import Meanwhile
-from nki_kernels.index.work_tiles import ListedTokens
 from nki_kernels.prefill import work_tile_dims, work_tiles_of
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.index.test_kernel import draw
@@ -34,9 +29,6 @@ from tests.nki_kernels.traces import measured_cost
 
 nki_sim.provide()
 
-import nki  # noqa: E402
-import nki.isa as nisa  # noqa: E402
-import nki.language as nl  # noqa: E402
 
 # name: (T, K, E, B, share of choices without an expert, routing)
 ROUTED: dict[str, tuple[int, int, int, int, float, str]] = {
@@ -50,14 +42,7 @@ ROUTED: dict[str, tuple[int, int, int, int, float, str]] = {
 PLANS: dict[str, dict[str, Any]] = {
     "balanced": {},
     "balanced-work-tiles-of-3": {"largest_work_tile": 3},
-    "short-tiles": {"block_size": 128, "tells_short": True},
-    "short-tiles-of-one-lane": {
-        "block_size": 128,
-        "tells_short": True,
-        "shard_plan": "intermediate",
-        "largest_work_tile": 2,
-    },
-    "intermediate": {"shard_plan": "intermediate"},
+    "intermediate": {"shard_plan": "intermediate", "largest_work_tile": 2},
     "one-core": {"num_cores": 1},
     "sorted-skip": {"skip_weights": True, "largest_work_tile": 2},
     "dynamic": {"loop_plan": "dynamic"},
@@ -107,9 +92,8 @@ def test_the_device_lists_the_work_tiles_of_the_host(plan: str, routing: str) ->
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("tells_short", [False, True])
 @pytest.mark.parametrize("largest", [1, 2, 4, 5])
-def test_any_counts_are_grouped_alike(largest: int, tells_short: bool, lanes: int) -> None:
+def test_any_counts_are_grouped_alike(largest: int, lanes: int) -> None:
     rng = np.random.default_rng(largest)
     E, R = 9, 4
     for trial in range(6):
@@ -119,50 +103,12 @@ def test_any_counts_are_grouped_alike(largest: int, tells_short: bool, lanes: in
         index = np.concatenate((index, np.full((3, 1), -1, np.int32)))
         blocks = int(tiles.sum()) + 3
         num_work_tiles = max_work_tiles(blocks, E, lanes, largest)
-        work_tiles = WorkTileDims(lanes, largest, num_work_tiles, R, False, 2, tells_short)
+        work_tiles = WorkTileDims(lanes, largest, num_work_tiles, R, False, 2)
         run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), work_tiles, lnc=lanes)
         live = live_tiles(run.outputs[0], run.outputs[2], R)
         lists = list_work_tiles(live, work_tiles, num_tiles=blocks, num_experts=E)
         for got, want in zip(run.outputs[6:], lists, strict=True):
             np.testing.assert_array_equal(got, want)
-
-
-@nki.jit
-def _list_from_both_sides(
-    front_E: nl.NkiTensor, back_E: nl.NkiTensor, dims: BlockDims, work_tiles: WorkTileDims
-) -> Any:
-    sides = []
-    for counts in (front_E, back_E):
-        side_sb = nl.ndarray((128, dims.num_experts), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=side_sb, src=counts.ap([[0, 128], [1, dims.num_experts]]))
-        sides.append(side_sb)
-    total_sb = nl.ndarray(sides[0].shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=total_sb, data1=sides[0], data2=sides[1], op=nl.add)
-    last_block_sb, _ = lay_out_blocks(total_sb, dims)
-    lists, _ = list_work_tiles_on_chip(
-        total_sb, last_block_sb, work_tiles, dims, ListedTokens(0, sides, Meanwhile([], []))
-    )
-    return lists
-
-
-@pytest.mark.parametrize("largest", [2, 5])
-def test_a_short_tile_between_both_sides_is_visited_last(largest: int) -> None:
-    rng = np.random.default_rng(largest)
-    E, R, num_short = 12, 128, 0
-    for _trial in range(4):
-        sides = R * rng.integers(0, 4, (2, E)) + rng.choice([0, 1, 31, 32, 33, 64, 127], (2, E))
-        blocks_E = -(-sides.sum(0) // R)
-        blocks = int(blocks_E.sum()) + 3
-        dims = BlockDims(E, R, blocks)
-        num_work_tiles = max_work_tiles(blocks, E, 2, largest)
-        work_tiles = WorkTileDims(2, largest, num_work_tiles, R, False, 0, True)
-        run = nki_sim.run(_list_from_both_sides, *sides.astype(np.float32), dims, work_tiles, lnc=2)
-        tiles = tiles_from_both_sides(*sides, blocks_E.cumsum() - blocks_E, R)
-        num_short += int(tiles.is_short_n.sum())
-        lists = list_work_tiles(tiles, work_tiles, num_tiles=blocks, num_experts=E)
-        for got, want in zip(run.outputs, lists, strict=True):
-            np.testing.assert_array_equal(got, want)
-    assert num_short > 5
 
 
 def test_what_the_check_counts_covers_what_is_alive() -> None:

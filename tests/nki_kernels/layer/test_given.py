@@ -39,7 +39,7 @@ NAMES = (
     "shared-residual-broken",
     "broken-tokens",
     "all-broken",
-    "short-tiles-broken",
+    "whole-rows-broken",
 )
 
 

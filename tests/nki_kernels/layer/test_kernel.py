@@ -15,9 +15,7 @@ import nki_sim
 from nki_kernels.combine import CombineDims
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
-from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.weight_formats import split_parts
-from nki_kernels.common.work_tiles import WorkTileLists, list_work_tiles, tiles_from_both_sides
 from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
 from nki_kernels.index import BlockDims, index_blocks_ref
 from nki_kernels.layer import (
@@ -37,6 +35,7 @@ from nki_kernels.prefill import (
     make_config,
     stored_parts,
     work_tile_dims,
+    work_tiles_of,
 )
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
@@ -81,7 +80,6 @@ class Case:
     gated: bool = False  # which a gate scales
     narrow: str = "bfloat16"  # format of their weights
     parts: tuple[int, int] | None = None  # in which these lie
-    tells_short: bool = False
     fit: LoopFit | None = None
     columns: int = 0  # of the last sum
     missing: str = "skip"
@@ -94,7 +92,7 @@ class Case:
             ExpertFormula(),
             ExpertSizes(self.H, self.I, self.E),
             work,
-            PlanRequest(tells_short=self.tells_short, fit=self.fit, missing=self.missing),
+            PlanRequest(fit=self.fit, missing=self.missing),
         )
         router = RouterConfig(
             self.router,
@@ -177,10 +175,10 @@ CASES = {
     "broken-tokens": Case(T=130, N=16, E=8, first=4, broken=(0, 64, 129), has_residual=True),
     "all-broken": Case(T=3, broken=(0, 1, 2)),
     "no-routing-returned": Case(returns_routing=False),
-    "short-tiles": Case(T=820, H=128, E=6, N=6, B=128, tells_short=True),
-    "short-tiles-broken": Case(T=600, H=128, E=4, N=4, B=128, tells_short=True, broken=(0, 599)),
-    "short-tiles-one-core": Case(T=300, H=128, B=128, E=4, N=4, tells_short=True, num_cores=1),
-    "short-tiles-scaled-inputs": Case(
+    "whole-rows": Case(T=820, H=128, E=6, N=6, B=128),
+    "whole-rows-broken": Case(T=600, H=128, E=4, N=4, B=128, broken=(0, 599)),
+    "whole-rows-one-core": Case(T=300, H=128, B=128, E=4, N=4, num_cores=1),
+    "whole-rows-scaled-inputs": Case(
         router=RouterFormula(top_k=1, act_fn="sigmoid"),
         T=560,
         H=128,
@@ -188,7 +186,6 @@ CASES = {
         N=2,
         B=256,
         scaling="pre",
-        tells_short=True,
     ),
     "shared": Case(T=150, shared=96),
     "shared-residual-broken": Case(T=90, shared=32, has_residual=True, broken=(0, 63, 89)),
@@ -509,27 +506,9 @@ def cost_of(
     index_TK[list(case.broken)] = -1
     index_TK = np.where((index_TK >= 0) & (index_TK < case.E), index_TK, -1).astype(np.int32)
     mapping = index_blocks_ref(index_TK, case.E, case.B, config.dims.num_blocks)
-    lists = _lists_of(config, index_TK)
     slots = mapping.token_position_to_id
+    lists = work_tiles_of(config.experts, slots, mapping.block_to_expert)
     return cost_prefill_layer(config, lists, slots, num_passes=num_passes)
-
-
-def _lists_of(config: PrefillLayerConfig, index_TK: Any) -> WorkTileLists:
-    """Return the work tiles of a launch, whose cores fill up experts' tiles from both sides."""
-    E, experts = config.dims.num_experts, config.experts
-    cores = experts.num_cores
-    rows = [split_tokens(len(index_TK), core, cores) for core in range(cores)]
-    sides = [
-        np.bincount(index_TK[one.first : one.first + one.rows].reshape(-1) + 1, minlength=E + 1)
-        for one in rows
-    ]
-    counts_2E = np.array([*sides, np.zeros(E + 1, int)])[:2, 1:]
-    blocks_E = -(-counts_2E.sum(0) // config.dims.block_size)
-    first_E = (blocks_E.cumsum() - blocks_E) * (config.dims.block_size // experts.tile_rows)
-    tiles = tiles_from_both_sides(*counts_2E, first_E, experts.tile_rows)
-    return list_work_tiles(
-        tiles, config.work_tiles, num_tiles=experts.num_tiles, num_experts=config.dims.num_experts
-    )
 
 
 @pytest.mark.long

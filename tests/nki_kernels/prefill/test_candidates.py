@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,20 +105,6 @@ def test_work_tiles_are_no_larger_than_asked() -> None:
 
     assert largest(2) == 2
     assert 2 < largest(5) <= 5
-
-
-@pytest.mark.long
-def test_a_tile_of_a_few_rows_is_computed_by_half_where_that_is_faster() -> None:
-    shape = H, I, E, T, K = 1024, 1024, 8, 8 * 272, 1  # noqa: E741
-    best = best_candidate(
-        ExpertFormula(),
-        ExpertSizes(H, I, E),
-        Expected(num_tokens=T, top_k=K),
-        search=Search(block_sizes=(128,), shard_plans=("balanced",)),
-    )
-    assert best.request.tells_short
-    whole = replace(best, request=replace(best.request, tells_short=False))
-    assert simulate(shape, best) < 0.98 * simulate(shape, whole)
 
 
 def test_choices_of_other_ranks_make_the_sum_longer_and_no_work_tiles() -> None:

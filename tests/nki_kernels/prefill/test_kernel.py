@@ -34,33 +34,10 @@ CASES = {
     name: sized(name, **more)
     for name, more in {
         "T64-H192-I40-E4-K2-B32": {},
-        "T800-H192-I60-E4-K2-short-gpt-oss": {
+        "T500-H256-I192-E3-K2-by-parts-of-both-axes": {
             "routing": "zipf",
-            "has_bias": True,
-            "options": {**GPT_OSS, "tells_short": True},
-        },
-        "T700-H128-I96-E3-K1-B256-short-pre": {
-            "routing": "zipf",
-            "options": {"scaling": "pre", "tells_short": True},
-        },
-        "T500-H192-I60-E3-K2-short-tiles-e4m3-post": {
-            "routing": "zipf",
-            "options": {
-                "weight_format": "float8_e4m3",
-                "has_scales": True,
-                "scaling": "post",
-                "stores": "tiles",
-                "tells_short": True,
-            },
-        },
-        "T500-H256-I192-E3-K2-short-by-parts-of-both-axes": {
-            "routing": "zipf",
-            "options": {"tells_short": True, "scaling": "pre"},
+            "options": {"scaling": "pre"},
             "loop": {"in_parts": 2, "out_parts": 2, "h_parts": 2, "weight_buffers": 2},
-        },
-        "T700-H128-I96-E3-K2-short-intermediate-skip": {
-            "routing": "zipf",
-            "options": {"shard_plan": "intermediate", "tells_short": True, "skip_weights": True},
         },
         "T200-H256-I96-E8-K2": {},
         "T130-H320-I180-E4-K4-gpt-oss": {"has_bias": True, "options": GPT_OSS},
@@ -205,18 +182,6 @@ def check(problem: Prefill, options: SimOptions | None = None) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_slot_is_as_exact_as_the_torch_backend(name: str) -> None:
     check(CASES[name])
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"block_size": 64}, {"shard_plan": "hidden"}, {"loop_plan": "dynamic"}, {"missing": "spare"}],
-    ids=str,
-)
-def test_short_tiles_are_refused_where_no_loop_computes_half(values: dict[str, Any]) -> None:
-    given = {"block_size": 128, "num_slots": 512, "num_tokens": 200, "stores": "rows", **values}
-    name, value = next(iter(values.items()))
-    with pytest.raises(ValueError, match=f"tells_short=True.*{name}={value!r}"):
-        config_of(H=128, I=64, E=2, tells_short=True, **given)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

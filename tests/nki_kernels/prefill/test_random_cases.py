@@ -42,7 +42,6 @@ def drawn(rng: random.Random) -> Prefill:
             "num_cores": rng.choice((1, 2, 2)),
             "scaling": rng.choice(("none", "none", "pre", "post")),
             "weight_format": rng.choice(("bfloat16", "bfloat16", "float8_e4m3", "float8_e5m2")),
-            "tells_short": rng.random() < 0.3,
             "iterations": rng.choice(("ahead", "alone")),
         } | rng.choice(FORMULAS)
         options["has_scales"] = options["weight_format"] != "bfloat16" and rng.random() < 0.7
