@@ -70,12 +70,10 @@ class KnownWorkTiles(nl.NKIObject):
     """What a core that lists tokens knows of the work tiles of its lane on chip.
 
     Attributes:
-        expert: [1, 1] int32, of the first one; E for none.
         columns: where each row tile lies in each list of tokens, beyond all for none; [128, J]
             float32, those of a lane's [V, G] one after the other, J on a partition.
     """
 
-    expert: nl.NkiTensor
     columns: list[nl.NkiTensor]
 
 
@@ -130,7 +128,7 @@ def store_work_tiles(
     if core == 0:
         nisa.dma_copy(dst=class_iterations, src=loops.iterations[0:1, :])
     columns = (work_tiles.num_work_tiles + PARTITIONS - 1) // PARTITIONS
-    known = KnownWorkTiles(nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf), [])
+    known = KnownWorkTiles([])
     for lane in range(work_tiles.num_lanes):
         is_stored = lane % num_cores == core
         if is_stored or (listed.lists > 0 and work_tiles.num_lanes == 1):
@@ -138,8 +136,6 @@ def store_work_tiles(
             go_on(meanwhile)
             run_sb = _find(ends, work_tile_sb)
             expert_sb, size_sb = _split_runs(run_sb, work_tiles, num_experts)
-            if listed.lists > 0:
-                nisa.tensor_copy(dst=known.expert, src=expert_sb[0:1, 0:1])
             go_on(meanwhile)
             # On its way while tiles are placed.
             before_sb = expert_sb

@@ -15,12 +15,11 @@ from nki_kernels.combine import (
     fold_dims,
     fold_rows,
 )
-from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.work_tiles import WorkTileDims, WorkTileLists
 from nki_kernels.index import BlockDims, check_index_blocks
-from nki_kernels.index.memory import listing_bytes
 from nki_kernels.index.token_lists import list_width
 from nki_kernels.prefill import (
     Expected,
@@ -35,8 +34,7 @@ from nki_kernels.prefill import (
     output_tiles,
     work_tiles_of,
 )
-from nki_kernels.prefill.config import is_alone, no_piece, num_partials, stored_rows
-from nki_kernels.prefill.memory import weight_bytes
+from nki_kernels.prefill.config import no_piece, num_partials, stored_rows
 from nki_kernels.route import RouterConfig, check_router_topk
 
 _ANY = PlanRequest()
@@ -182,21 +180,6 @@ def _check_choices(config: PrefillLayerConfig) -> None:
             "marks_broken=False: a token that holds no numbers would spread to others. Set it,"
             " and has_spoils of the sum."
         )
-
-
-def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
-    """Whether each core asks for its first weights while its tokens are listed.
-
-    They must fit SBUF beside the lists; where cores split the hidden axis they wait for its
-    barriers. Iterations that load for themselves ask for nothing before.
-    """
-    experts, top_k = config.experts, choices_of(config).top_k
-    if experts.shard.splits_h or is_alone(experts.loop):
-        return False
-    tokens = split_tokens(experts.num_tokens, 0, num_cores)
-    width = places_width(config, num_cores)
-    listing = listing_bytes(tokens, top_k, config.dims, width, config.work_tiles)
-    return listing + weight_bytes(experts) <= SBUF_BYTES
 
 
 def places_width(config: PrefillLayerConfig, num_cores: int) -> int:

@@ -50,8 +50,8 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 Steps:
     1. Normalise and route this core's tokens, store normalised ones; or load choices.
     2. Tell this rank's choices from others', drop those of broken tokens.
-    3. Mark and count the pairs; exchange counts; list work tiles, while tokens are looked for, and
-       ask for the first weights; exchange lists of tokens, look up those of each work tile.
+    3. Mark and count the pairs; exchange counts; list work tiles, while tokens are looked for;
+       exchange lists of tokens, look up those of each work tile.
     4. Compute the work tiles; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots; add up the ranks' rows, if config.out.ranks says so, a portion
        of tiles while the next one is summed.
@@ -110,7 +110,6 @@ from nki_kernels.layer.config import (
     has_norm,
     has_router,
     has_table,
-    loads_ahead,
     num_shared_slots,
     places_width,
     router_of,
@@ -120,18 +119,14 @@ from nki_kernels.layer.front_pairs import bring_front, store_table
 from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
-    WeightBuffers,
     keep_ids,
-    load_experts,
     make_buffers,
     make_id_table,
-    make_weight_buffers,
 )
 from nki_kernels.prefill.kernel import (
     blockwise_moe,
     compute_work_tiles,
     lane_of,
-    load_ahead,
     make_output,
 )
 from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles, weigh_tiles
@@ -223,12 +218,12 @@ def prefill_layer(
         listed.slot_scale,
         make_output(config.experts, slot_rows(config)),
     )
-    weights = _index_tokens(chosen_by, listed, x, config)
-    b = make_buffers(config.experts, weights)
+    id_table = _index_tokens(chosen_by, listed, x, config)
+    b = make_buffers(config.experts, [id_table])
     # Where inputs are scaled the cores meet behind the first rows, before they read scales.
     if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(listed.shared_tokens, _BOTH)
-    slots_PSH = compute_work_tiles(config.experts, b, weights, x, _lists_of(listed, config))
+    slots_PSH = compute_work_tiles(config.experts, b, x, _lists_of(listed, config))
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
     if config.out.has_shared:
@@ -280,11 +275,9 @@ def _index_tokens(
     index: LayerIndex,
     experts: Operands,
     config: PrefillLayerConfig,
-) -> WeightBuffers:
-    """Take what this core's tokens choose, place and list their pairs; fill the table of token ids.
-
-    Weights of the first work tile are asked for as soon as it is known, if they fit beside the
-    lists.
+) -> nl.NkiTensor:
+    """Take what this core's tokens choose, place and list their pairs; return the table of the
+    work tiles' token ids.
     """
     top_k, dims = choices_of(config).top_k, config.dims
     tokens = split_tokens(experts.hidden.shape[0], nl.program_id(0), nl.num_programs(0))
@@ -310,10 +303,6 @@ def _index_tokens(
     meanwhile.look_ups = numbered.look_ups
     go_on(meanwhile)
     ends, known = _list_work_tiles(index, meanwhile, own_sb, other_sb, config)
-    is_early = loads_ahead(config, nl.num_programs(0))
-    if is_early:
-        weights = make_weight_buffers(config.experts)
-        load_ahead(config.experts, weights, experts, known.expert)
     go_on(meanwhile)
     # The Vector engine waits for a long gather.
     affinities_sb = _weigh(local, index, config, tokens)
@@ -341,8 +330,6 @@ def _index_tokens(
     nisa.core_barrier(index.work_tiles[2], _BOTH)
     if has_norm(config):
         nisa.core_barrier(experts.hidden, _BOTH)
-    if is_early:
-        load_experts(config.experts, weights, _lists_of(index, config))
     found = look_up_tokens(told, wanted)
     _fill_ids(id_table, found, lists, known, identity_sb, passes_sb, config)
     if has_table(config):
@@ -357,10 +344,7 @@ def _index_tokens(
         )
     else:
         store_slots(index.rows_TC, slot_sb, tokens)
-    if not is_early:
-        weights = make_weight_buffers(config.experts)
-    weights.id_tables.append(id_table)
-    return weights
+    return id_table
 
 
 def _list_work_tiles(

@@ -56,27 +56,6 @@ class Operands(NKIObject):
 
 
 @dataclass
-class WeightBuffers(NKIObject):
-    """What weights and what lies beside them are loaded into, and the experts of all work tiles.
-
-    As in `Buffers`; `is_loaded` once work tile 0 has asked for its first weights. `id_tables` has
-    one if token ids of all work tiles are on chip.
-    """
-
-    gate_up: list[nl.NkiTensor]
-    down: list[nl.NkiTensor]
-    gate_up_bias: list[nl.NkiTensor]
-    up_bias: list[nl.NkiTensor]
-    gate_up_scale: list[nl.NkiTensor]
-    down_bias: list[nl.NkiTensor]
-    down_scale: list[nl.NkiTensor]
-    down_scale_parts: list[nl.NkiTensor]
-    expert_table: nl.NkiTensor
-    id_tables: list[nl.NkiTensor]
-    is_loaded: bool = False
-
-
-@dataclass
 class Fetched(NKIObject):
     """A table of all work tiles [rows, V, columns], and an iteration's part, [rows, n, columns]."""
 
@@ -136,29 +115,8 @@ class Buffers(NKIObject):
     counter: nl.NkiTensor
     ahead: nl.NkiTensor
     one: nl.NkiTensor
+    has_ids: bool  # whether token ids of all work tiles are on chip already
     work_tiles: int = 0  # of the iteration, where it loads for itself
-
-
-def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
-    """Allocate what weights are loaded into."""
-    w = weight_table(config)
-    gate_up, down = allocate(w.gate_up), allocate(w.down)
-    biases = allocate(w.gate_up_bias)
-    if is_mx(config) and config.formula.has_gate_up_bias:
-        for run_sb in gate_up:
-            biases.append(bias_tile(mx_form(config), run_sb))
-    return WeightBuffers(
-        gate_up=gate_up,
-        down=down,
-        gate_up_bias=biases,
-        up_bias=allocate(w.up_bias),
-        gate_up_scale=allocate(w.gate_up_scale),
-        down_bias=allocate(w.down_bias),
-        down_scale=allocate(w.down_scale),
-        down_scale_parts=allocate(w.down_scale_parts),
-        expert_table=allocate(work_tile_table(config).expert_table)[0],
-        id_tables=[],
-    )
 
 
 def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
@@ -166,9 +124,22 @@ def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
     return allocate(work_tile_table(config).id_table)[0]
 
 
-def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
-    """Allocate what else stays on chip."""
-    r, v = row_table(config), work_tile_table(config)
+def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffers:
+    """Allocate what stays on chip.
+
+    Args:
+        config: sizes.
+        id_tables: token ids of all work tiles, of `make_id_table`, where they are on chip; none
+            where they come from HBM.
+    """
+    w, r, v = weight_table(config), row_table(config), work_tile_table(config)
+    gate_up, down, biases = allocate(w.gate_up), allocate(w.down), allocate(w.gate_up_bias)
+    if is_mx(config) and config.formula.has_gate_up_bias:
+        for run_sb in gate_up:
+            biases.append(bias_tile(mx_form(config), run_sb))
+    up_bias, gate_up_scale = allocate(w.up_bias), allocate(w.gate_up_scale)
+    down_bias, down_scale = allocate(w.down_bias), allocate(w.down_scale)
+    down_scale_parts, expert_table = allocate(w.down_scale_parts), allocate(v.expert_table)[0]
     # Turned rows and output rows are never in PSUM at once: they share what sums of the gate and up
     # projections leave of its banks.
     outer_ps = make_tiles(
@@ -179,10 +150,10 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         turn_ps.append(bank_ps.view(nl.bfloat16))
     expert, ids, scale = allocate(v.expert), allocate(v.ids), allocate(v.scale)
     out_tile, out_row = allocate(v.out_tile), allocate(v.out_row)
-    expert_table = weights.expert_table
     tile_table, row_tables = allocate(v.tile_table)[0], allocate(v.row_table)
     piece_tables, scale_tables = allocate(v.piece_table), allocate(v.scale_table)
-    id_table = weights.id_tables[0] if weights.id_tables else make_id_table(config)
+    has_ids = len(id_tables) > 0
+    id_table = id_tables[0] if has_ids else make_id_table(config)
     fetched = []
     if is_alone(config.loop):
         wide = (1, expert_table.shape[1], 1)
@@ -197,14 +168,14 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
             fetched.append(Fetched(scale[number], scale_tables[number]))
     scales = _by_work_tile(config, scale)
     return Buffers(
-        gate_up=weights.gate_up,
-        down=weights.down,
-        gate_up_bias=weights.gate_up_bias,
-        up_bias=weights.up_bias,
-        gate_up_scale=weights.gate_up_scale,
-        down_bias=weights.down_bias,
-        down_scale=weights.down_scale,
-        down_scale_parts=weights.down_scale_parts,
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=biases,
+        up_bias=up_bias,
+        gate_up_scale=gate_up_scale,
+        down_bias=down_bias,
+        down_scale=down_scale,
+        down_scale_parts=down_scale_parts,
         rows=allocate(r.rows),
         turned=allocate(r.turned),
         own=allocate(r.own),
@@ -242,6 +213,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         counter=allocate(v.counter)[0],
         ahead=allocate(v.ahead)[0],
         one=allocate(v.one)[0],
+        has_ids=has_ids,
     )
 
 
@@ -296,25 +268,21 @@ class Lists(NKIObject):
     meets: bool = False
 
 
-def load_experts(config: PrefillConfig, weights: WeightBuffers, lists: Lists) -> None:
-    """Bring the experts of all work tiles on chip."""
-    table_sb, lane = weights.expert_table, lists.lane
-    nisa.dma_copy(dst=table_sb, src=lists.work_expert[lane : lane + 1, 0 : table_sb.shape[1]])
-    if config.loop.missing == "spare":
-        keep_below(table_sb, config.E)
-
-
-def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
+def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip what the first work tiles need: token ids and experts; reset counters.
 
     What is asked for after the first weights waits for these, so the ids come before.
     """
     stop = first_entries(config)
-    if not weights.id_tables:
+    if not b.has_ids:
         _fill_ids(config, b, lists, 0, stop)
-    if not weights.is_loaded:
-        load_experts(config, weights, lists)
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
+    nisa.dma_copy(
+        dst=b.expert_table,
+        src=lists.work_expert[lists.lane : lists.lane + 1, 0:num_work_tiles],
+    )
+    if config.loop.missing == "spare":
+        keep_below(b.expert_table, config.E)
     nisa.dma_copy(
         dst=b.tile_table,
         src=lists.work_row_tiles[lists.lane : lists.lane + 1, 0:num_work_tiles, 0:largest],
@@ -342,14 +310,14 @@ def _clear_rows(b: Buffers) -> None:
         nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)
 
 
-def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
+def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip the token ids of later work tiles, and their scales; the first down weights,
     which are used last, are asked for after them.
     """
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     entries, first = num_work_tiles * largest, first_entries(config)
     if first < entries:
-        if not weights.id_tables:
+        if not b.has_ids:
             _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
@@ -408,10 +376,15 @@ def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, st
 
 
 def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
-    """Take ids of work tiles 0 and 1 from the table, whose rest may still be on its way."""
+    """Take experts and ids of work tiles 0 and 1 from tables, of which more may be on its way.
+
+    Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
+    """
     R, G = config.tile_rows, largest_work_tile_of(config)
     for s in range(2):
         nisa.tensor_copy(dst=b.ids[s], src=b.id_table[0:R, s, 0:G], engine=nisa.engine.gpsimd)
+    for s in range(2):
+        _follow(b.expert[s], b.expert_table[0:1, s : s + 1], b.ids[0][0:1, 0:1])
 
 
 def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
@@ -430,14 +403,6 @@ def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
             nisa.tensor_copy(
                 dst=b.scale[s], src=b.scale_table[0][0:R, s, 0:G], engine=nisa.engine.gpsimd
             )
-
-
-def start_expert(b: Buffers, s: int, behind: nl.NkiTensor) -> None:
-    """Take the expert of work tile 0 or 1 once an integer, [1, 1], is there.
-
-    Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
-    """
-    _follow(b.expert[s], b.expert_table[0:1, s : s + 1], behind)
 
 
 def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, behind: nl.NkiTensor) -> None:
@@ -601,16 +566,16 @@ def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:
     there; before `look_ahead`.
     """
     num_work_tiles = b.expert_table.shape[1]
-    _fetch(config, b.expert[s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.ahead)
+    _fetch(b.expert[s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.ahead)
 
 
 def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch token ids of the work tile two ahead, and step the counter."""
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
-    _fetch(config, b.ids[s], b.id_table, wide, b.ahead)
+    _fetch(b.ids[s], b.id_table, wide, b.ahead)
     if config.scaling == "pre":
-        _fetch(config, b.scale[s], b.scale_table[0], wide, b.ahead)
+        _fetch(b.scale[s], b.scale_table[0], wide, b.ahead)
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
 
 
@@ -620,7 +585,7 @@ def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
     """
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     first = [[num_work_tiles * largest, config.tile_rows], [1, 1]]
-    _fetch(config, b.first_ids[s], b.id_table, first, b.ahead)
+    _fetch(b.first_ids[s], b.id_table, first, b.ahead)
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -631,30 +596,21 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     if stores_pieces(config):
         places = b.out_tile[s].shape[1]
         pieces = [[num_work_tiles * places, 1], [1, places]]
-        _fetch(config, b.out_tile[s], b.piece_table[0], pieces, b.counter)
+        _fetch(b.out_tile[s], b.piece_table[0], pieces, b.counter)
     elif config.stores == "tiles":
-        _fetch(config, b.out_tile[s], b.tile_table, single, b.counter)
+        _fetch(b.out_tile[s], b.tile_table, single, b.counter)
     else:
-        _fetch(config, b.out_row[s], b.row_table[0], wide, b.counter)
+        _fetch(b.out_row[s], b.row_table[0], wide, b.counter)
     if config.scaling == "post":
-        _fetch(config, b.out_scale[s], b.scale_table[0], wide, b.counter)
+        _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
     # The down weights of the next work tile are asked for while its other parts are still in use.
-    _fetch(config, b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
+    _fetch(b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
 
 
 def _fetch(
-    config: PrefillConfig,
-    dst_sb: nl.NkiTensor,
-    table_sb: nl.NkiTensor,
-    pattern: list[list[int]],
-    index: nl.NkiTensor,
+    dst_sb: nl.NkiTensor, table_sb: nl.NkiTensor, pattern: list[list[int]], index: nl.NkiTensor
 ) -> None:
     """Copy one entry of a table, whose number is in SBUF; GpSimd has the time for it."""
     entry = table_sb.ap(pattern, scalar_offset=index, indirect_dim=1)
-    if config.loop.fetches == "dma":
-        nisa.dma_copy(
-            dst=dst_sb, src=entry, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.scalar
-        )
-        return
     nisa.tensor_copy(dst=dst_sb, src=entry, engine=nisa.engine.gpsimd)

@@ -14,11 +14,9 @@ from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, early_offset, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
-from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.common.work_tiles import WorkTileDims, max_steps, max_work_tiles
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
-_FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
 _FIRST_ENTRIES = 256  # of the lists of work tiles: two gathers
 _ROWS_BEHIND = 1 << 12
 MOST_PAIRS = 8  # of work tiles of an iteration
@@ -93,8 +91,6 @@ class PlanRequest(NKIObject):
         weight_parts: in how many parts gate and up, and down weights lie in HBM, from
             weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
         largest_work_tile: most row tiles that share one load of weights.
-        fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
-            compiler that does not let engines (dma).
         fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
         missing: what stands for no token, tile or expert: a number out of range, which transfers
             leave out (skip), or a spare row, tile or expert, for a compiler or chip on which they
@@ -110,7 +106,6 @@ class PlanRequest(NKIObject):
     skip_weights: bool = False
     weight_parts: tuple[int, int] | None = None
     largest_work_tile: int = MOST_TILES
-    fetches: str = "copy"
     fit: LoopFit | None = None
     missing: str = "skip"
     chip: str = "trn2"
@@ -150,7 +145,7 @@ class LoopPlan(NKIObject):
     two `first_buffers` the first tile of a work tile has one by the parity of the work tile, and is
     gathered two work tiles ahead. `outer_buffers` hold output tiles that wait to be stored. Where
     rows are stored, `piece_rows` that follow one another are stored together if one of them holds a
-    token. `fetches` is who copies entries of tables, `missing` what stands for nothing.
+    token. `missing` is what stands for nothing.
     `iterations` is whether an iteration loads for the next one; if not, it has `pairs` of work
     tiles, a power of two, and what is left of a class makes iterations of half as many, and so on.
     """
@@ -166,7 +161,6 @@ class LoopPlan(NKIObject):
     out_parts: int
     row_buffers: int
     outer_buffers: int
-    fetches: str = "copy"
     missing: str = "skip"
     first_buffers: int = 1
     h_parts: int = 1
@@ -364,16 +358,6 @@ def first_entries(config: PrefillConfig) -> int:
     tiles.
     """
     return min(_FIRST_ENTRIES, num_work_tiles(config) * largest_work_tile_of(config))
-
-
-def first_tiles(config: PrefillConfig) -> int:
-    """Return how many tiles of the first gate and up weights load while token ids are looked up."""
-    h_axis = config.h_axis
-    if is_mx(config) or config.shard.splits_h or h_axis.tail < h_axis.rows:
-        return 0
-    item = ITEM_BYTES[config.weight_format]
-    tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
-    return min(part_tiles(config), -(-_FIRST_BYTES // tile_bytes))
 
 
 def stores_pieces(config: PrefillConfig) -> bool:

@@ -59,7 +59,6 @@ from nki_kernels.prefill.buffers import (
     Buffers,
     Lists,
     Operands,
-    WeightBuffers,
     fetch_iteration,
     fill_first,
     fill_later,
@@ -68,8 +67,6 @@ from nki_kernels.prefill.buffers import (
     look_at_expert,
     look_at_outputs,
     make_buffers,
-    make_weight_buffers,
-    start_expert,
     start_scales,
     start_work_tiles,
     work_tile_after,
@@ -77,17 +74,14 @@ from nki_kernels.prefill.buffers import (
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
-    first_tiles,
     is_alone,
     iteration_pairs,
     num_partials,
     output_tiles,
-    part_tiles,
     share_of,
 )
 from nki_kernels.prefill.exchange import clear_own, run_two_work_tiles, start_apart
 from nki_kernels.prefill.loads import (
-    first_row,
     gather_after,
     gather_early,
     gather_late,
@@ -95,10 +89,8 @@ from nki_kernels.prefill.loads import (
     load_beside,
     load_down,
     load_gate_up,
-    load_tiles,
     prepare_part,
 )
-from nki_kernels.prefill.memory import first_loads
 from nki_kernels.prefill.stages import (
     project_in,
     project_out,
@@ -145,8 +137,7 @@ def blockwise_moe(
         class_iterations,
         lane_of(config),
     )
-    weights = make_weight_buffers(config)
-    return compute_work_tiles(config, make_buffers(config, weights), weights, x, lists)
+    return compute_work_tiles(config, make_buffers(config, []), x, lists)
 
 
 def make_output(config: PrefillConfig, num_rows: int = 0) -> nl.NkiTensor:
@@ -161,30 +152,15 @@ def lane_of(config: PrefillConfig) -> int:
     return 0 if config.shard.num_lanes == 1 else nl.program_id(0)
 
 
-def load_ahead(
-    config: PrefillConfig, weights: WeightBuffers, x: Operands, expert: nl.NkiTensor
-) -> None:
-    """Ask for what work tile 0 loads of its expert, [1, 1] int32, before `compute_work_tiles`; one
-    lane a core. Experts of all work tiles are left to `load_experts`.
-    """
-    share = share_of(config, nl.program_id(0))
-    steps, parts = first_loads(config)
-    for step in range(steps):
-        _load_step_of(config, weights, x, share, expert, 0, step)
-    for part in range(parts):
-        load_down(config, weights, x, share, expert, part, part, 0)
-    weights.is_loaded = True
-
-
 def compute_work_tiles(
-    config: PrefillConfig, b: Buffers, weights: WeightBuffers, x: Operands, lists: Lists
+    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists
 ) -> nl.NkiTensor:
     """Compute every slot that the work tiles name; return the output."""
     core = nl.program_id(0)
     share = share_of(config, core)
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
-    _start_pipeline(config, b, weights, x, lists, share)
+    _start_pipeline(config, b, x, lists, share)
     begin: Any = 0
     for position in range(len(loops_of(config.loop.classes))):
         if is_alone(config.loop):
@@ -297,64 +273,38 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
 
 
 def _start_pipeline(
-    config: PrefillConfig,
-    b: Buffers,
-    weights: WeightBuffers,
-    x: Operands,
-    lists: Lists,
-    share: Share,
+    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share
 ) -> None:
     """Do what work tile 0 expects to be done: its weights and rows, the first rows of work tile 1.
 
-    A part of the weights, then the first rows, then the other weights: the memory has work while
-    ids are looked up, and the tensor engine its rows when the weights have come.
+    The first rows come before the weights, which are used once they are turned.
     """
-    fill_first(config, b, weights, lists)
-    if is_alone(config.loop):
+    loop = config.loop
+    fill_first(config, b, lists)
+    if is_alone(loop):
         start_scales(config, b, lists)
-        fill_later(config, b, weights, lists)
+        fill_later(config, b, lists)
         fill_rest(config, b, lists)
         clear_own(config, b)
         return
-    early, count = first_tiles(config), part_tiles(config)
-    if early > 0 and not weights.is_loaded:
-        expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
-        load_tiles(config, b, x, share, expert, 0, 0, 0, 0, early)
     start_work_tiles(config, b)
     gather_rows(config, b, x, share, 0, 0)
     start_scales(config, b, lists)
-    first_id = b.ids[0][0:1, 0:1]
-    start_expert(b, 0, first_id)
-    # A long work tile that has its weights waits for rows alone: the next one's weights come
-    # behind.
-    is_long = weights.is_loaded and config.loop.row_buffers > 2
-    start_expert(b, 1, first_row(b) if is_long else first_id)
     # Once turned, a single buffer of first tiles is free for that of work tile 1.
-    waits = config.loop.first_buffers == 1
+    waits = loop.first_buffers == 1
     if not waits:
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
         clear_own(config, b)
-        fill_later(config, b, weights, lists)
+        fill_later(config, b, lists)
     else:
-        steps, parts = 1, 0  # of the first that are not asked for here
-        if weights.is_loaded:
-            steps, parts = first_loads(config)
-        else:
-            load_beside(config, b, x, share, b.expert[0], 0, 0)
-            if early == 0:
-                load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
-            elif early < count:
-                load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
-        loop = config.loop
-        for step in range(steps, loop.weight_buffers):
+        for step in range(loop.weight_buffers):
             _load_step(config, b, x, share, 0, step)
-        fill_later(config, b, weights, lists)
-        for part in range(parts, loop.weight_buffers):
+        fill_later(config, b, lists)
+        for part in range(loop.weight_buffers):
             _load_part(config, b, x, share, 0, part)
-    for j in range(1, config.loop.row_buffers):
+    for j in range(1, loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
     turn_rows(config, b, 0, 0)
@@ -453,30 +403,19 @@ def _load_step(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, step: int
 ) -> None:
     """Load a part of the gate and up weights, counted from the first one of work tile s."""
-    steps = config.loop.in_parts * config.loop.h_parts
-    work_tile = work_tile_after(b, s, step // steps)
-    if work_tile >= 0:
-        _load_step_of(config, b, x, share, b.expert[work_tile], s, step)
-
-
-def _load_step_of(
-    config: PrefillConfig,
-    b: Buffers,
-    x: Operands,
-    share: Share,
-    expert: nl.NkiTensor,
-    s: int,
-    step: int,
-) -> None:
-    """Do what `_load_step` does of an expert that is known."""
     loop = config.loop
     steps = loop.in_parts * loop.h_parts
+    work_tile = work_tile_after(b, s, step // steps)
+    if work_tile < 0:
+        return
+    expert = b.expert[work_tile]
     part, h_part = step % steps // loop.h_parts, step % loop.h_parts
     if h_part == 0:
         beside = (s * loop.in_parts + step // loop.h_parts) % loop.weight_buffers
         load_beside(config, b, x, share, expert, beside, part)
-    buffer = (s * steps + step) % loop.weight_buffers
-    load_gate_up(config, b, x, share, expert, buffer, part, h_part)
+    load_gate_up(
+        config, b, x, share, expert, (s * steps + step) % loop.weight_buffers, part, h_part
+    )
 
 
 def _load_part(

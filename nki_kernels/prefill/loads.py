@@ -87,11 +87,6 @@ def _gather(
     )
 
 
-def first_row(b: Buffers) -> nl.NkiTensor:
-    """Return an element of the rows that work tile 0 needs first, [1, 1], as an integer."""
-    return b.rows[0].view(nl.int16)[0:1, 0:1]
-
-
 def row_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer the gathered rows of tile j use: the first its own, the rest a ring."""
     first = config.loop.first_buffers
@@ -145,7 +140,7 @@ def load_gate_up(
         _load_run(b.gate_up[buffer], entry, part)
         return
     if config.loop.h_parts > 1:
-        load_tiles(config, b, x, share, expert, buffer, part, h_part, 0, part_tiles(config))
+        _load_tiles(config, b, x, share, expert, buffer, part, h_part)
         return
     h_axis, column = config.h_axis, config.i_axis.size
     first, row, runs = _gate_up_place(config, share, part)
@@ -153,7 +148,7 @@ def load_gate_up(
     load_matrix(flat, entry, h_axis, first, row, runs, column)
 
 
-def load_tiles(
+def _load_tiles(
     config: PrefillConfig,
     b: Buffers,
     x: Operands,
@@ -162,19 +157,14 @@ def load_tiles(
     buffer: int,
     part: int,
     h_part: int,
-    begin: int,
-    stop: int,
 ) -> None:
-    """Load tiles of H, from `begin` to `stop`, of one part of the gate and up weights."""
+    """Load a part of the hidden axis of one part of the gate and up weights."""
     h_axis, column, count = config.h_axis, config.i_axis.size, part_tiles(config)
     first, row, runs = _gate_up_place(config, share, part)
     apart, step = row_steps(h_axis, row)
-    size = runs[1] * column
-    flat = b.gate_up[buffer].reshape((h_axis.rows, count * size))
-    pattern = [[apart, h_axis.rows], [step, stop - begin], runs, [1, column]]
-    tiles_sb = flat[0 : h_axis.rows, begin * size : stop * size]
-    offset = first + (h_part * count + begin) * step
-    load_pattern(tiles_sb, _entry(config, x.gate_up, expert), pattern, offset)
+    flat = b.gate_up[buffer].reshape((h_axis.rows, count * runs[1] * column))
+    pattern = [[apart, h_axis.rows], [step, count], runs, [1, column]]
+    load_pattern(flat, _entry(config, x.gate_up, expert), pattern, first + h_part * count * step)
 
 
 def _gate_up_place(config: PrefillConfig, share: Share, part: int) -> tuple[int, int, list[int]]:

@@ -12,7 +12,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import num_projections
-from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tile_bytes, tiles
+from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
 from nki_kernels.common.mx import fours_of, in_shape, out_shape, whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.common.work_tiles import loops_of
@@ -37,7 +37,6 @@ from nki_kernels.prefill.config import (
     work_tiles_at_once,
 )
 
-_AHEAD_BYTES = 6 << 20  # of weights, which take a core some 18 us
 _SMALL_TILES_BYTES = (
     2 * 1024
 )  # all of `small_tiles`: counters, constants, biases and scales per row
@@ -215,28 +214,6 @@ def _of_work_tiles(config: PrefillConfig, count: int, rows: int, columns: int, d
     if is_alone(config.loop):
         return tiles(count, (rows, work_tiles_at_once(config.loop), columns), dtype)
     return small_tiles(2 * count, (rows, columns), dtype)
-
-
-def weight_bytes(config: PrefillConfig) -> int:
-    """Return bytes per partition of what is there once the first weights are asked for."""
-    work_tiles = work_tile_table(config)
-    table = (*weight_table(config), work_tiles.expert_table, work_tiles.id_table)
-    return table_bytes(table) + _SMALL_TILES_BYTES
-
-
-def first_loads(config: PrefillConfig) -> tuple[int, int]:
-    """Return how many parts of the first expert's gate and up weights, and of its down weights, are
-    asked for before any rows, which then stand behind them: one of each, and more if they are
-    short.
-    """
-    loop, weights = config.loop, weight_table(config)
-    steps = loop.in_parts * loop.h_parts
-    step_bytes = PARTITIONS * tile_bytes(weights.gate_up)
-    part_bytes = PARTITIONS * tile_bytes(weights.down)
-    more = max(0, min(min(steps, loop.weight_buffers), _AHEAD_BYTES // step_bytes) - 1)
-    left = max(0, _AHEAD_BYTES - (1 + more) * step_bytes)
-    parts = min(min(loop.out_parts, loop.weight_buffers), left // part_bytes)
-    return 1 + more, parts
 
 
 def sbuf_bytes(config: PrefillConfig) -> int:

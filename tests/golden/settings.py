@@ -118,7 +118,6 @@ def prefill(rng: random.Random) -> tuple[Any, ...]:
         "loop_plan": rng.choice(("sorted", "sorted", "dynamic", "static")),
         "in_halves": rng.random() < 0.2,
         "skip_weights": rng.random() < 0.2,
-        "fetches": rng.choice(("copy", "copy", "dma")),
         "num_cores": rng.choice((1, 2, 2)),
         "missing": rng.choice(("skip", "skip", "spare")),
         "iterations": rng.choice(("ahead", "alone")),

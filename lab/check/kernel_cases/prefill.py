@@ -190,7 +190,6 @@ def _request(case: Case) -> PlanRequest:
         chip=chip(),
         shard_plan=case.get("shard_plan", shard_plan),
         loop_plan=case.get("loop_plan", loop_plan),
-        fetches=case.get("fetches", "copy"),
         missing=case.get("missing", "skip"),
         iterations=case.get("iterations", "ahead"),
     )

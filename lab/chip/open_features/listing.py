@@ -229,14 +229,7 @@ OPEN_FEATURES: Final = (
         question="may GpSimd copy from a column that a number in SBUF names?",
         kernel=kernels.copy_by_number,
         problem=_column,
-        fallbacks=(
-            Fallback(
-                switch='PlanRequest(fetches="dma")',
-                case="small/prefill",
-                full="full/prefill-qwen3-30b",
-                changes={"fetches": "dma"},
-            ),
-        ),
+        fallbacks=(_ITERATIONS_ALONE,),
     ),
     OpenFeature(
         name="loops of a loaded length",

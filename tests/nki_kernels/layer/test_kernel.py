@@ -26,7 +26,6 @@ from nki_kernels.layer import (
     prefill_layer,
     shared_work_tiles,
 )
-from nki_kernels.layer.config import loads_ahead
 from nki_kernels.prefill import (
     ExpertSizes,
     LoopFit,
@@ -40,7 +39,6 @@ from nki_kernels.prefill import (
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
 from nki_sim.language import api as nl
-from nki_sim.trace import DmaFacts
 from tests.nki_kernels.traces import measured_cost
 
 BF16 = ml_dtypes.bfloat16
@@ -355,48 +353,6 @@ def test_no_order_of_cores_changes_a_bit(order: str) -> None:
     arrays = draw_arrays(case)
     first, other = (_run(case, arrays, each).outputs[0] for each in (SimOptions(), OPTIONS[order]))
     np.testing.assert_array_equal(first, other)
-
-
-@pytest.mark.parametrize(
-    "order", ["core-0-first", pytest.param("core-1-first", marks=pytest.mark.long)]
-)
-def test_first_weights_that_come_early_change_no_bit(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(T=130, H=128, N=16, E=8, first=4, broken=(3, 120))
-    arrays, options = draw_arrays(case), {"core-0-first": SimOptions(), **OPTIONS}[order]
-    assert loads_ahead(case.config(), case.num_cores)
-    early = _run(case, arrays, options)
-    monkeypatch.setattr("nki_kernels.layer.kernel.loads_ahead", lambda config, num_cores: False)
-    late = _run(case, arrays, options)
-    for one, other in zip(late.outputs, early.outputs, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert measured_cost(early.trace) == measured_cost(late.trace)
-    orders = [[record.op for record in run.trace] for run in (early, late)]
-    assert orders[0] != orders[1]
-
-
-def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> None:
-    fit = LoopFit(work_tile=3, in_parts=1, out_parts=1, weight_buffers=2)
-    case = Case(T=170, H=128, N=2, E=2, B=64, fit=fit)
-    arrays, config = draw_arrays(case), case.config()
-    operands = operands_of(case, arrays, config)
-    outputs, rows = [], []
-    for buffers in (config.experts.loop.row_buffers, 2):
-        loop = replace(config.experts.loop, row_buffers=buffers)
-        operands["config"] = replace(config, experts=replace(config.experts, loop=loop))
-        for order in (0, 1):
-            options = SimOptions(start_core=order)
-            run = nki_sim.run(prefill_layer, lnc=2, options=options, **operands)
-            outputs.append(run.outputs[0])
-        moved = [each.facts for each in run.trace if each.core == 1]
-        gathers = [each for each in moved if isinstance(each, DmaFacts) and each.dge == "swdge"]
-        read = [each.hbm_read_bytes for each in gathers if each.moved_bytes >= 2 * case.H]
-        rows.append([count // (2 * case.H) for count in read][:3])  # those of the sum follow
-    # Three row tiles: the cores fill them from both ends, 85 tokens each.
-    assert rows == [[64, 42, 64], [64, 64, 42]]
-    for output in outputs[1:]:
-        np.testing.assert_array_equal(output, outputs[0])
 
 
 def test_an_expert_that_many_choose_takes_further_passes(monkeypatch: pytest.MonkeyPatch) -> None:

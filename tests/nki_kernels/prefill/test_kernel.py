@@ -246,7 +246,7 @@ PARTS = {
         },
         "T600-H128-I256-E3-K2-B64-2-parts-few-rows": {"loop": {"in_parts": 2, "row_buffers": 2}},
         "T150-H128-I512-E3-K2-B64-2-parts-of-a-half": {
-            "loop": {"in_parts": 2, "row_buffers": 3, "classes": (6, 4, 2)},
+            "loop": {"in_parts": 2, "row_buffers": 3, "classes": (3, 2, 1)},
             "options": {"shard_plan": "intermediate"},
         },
         "T300-H512-I256-E3-K2-B64-2-parts-of-h": {"loop": {"h_parts": 2}},
@@ -369,7 +369,6 @@ REFUSED = {
     "no-slots": ({"num_slots": 0}, r"num_slots=0: must be a positive multiple of block_size"),
     "few-slots": ({"num_slots": 64}, r"num_slots=64: must be a positive multiple of block_size"),
     "no-core": ({"num_cores": 0}, r"num_cores=0: must be 1 or 2"),
-    "fetches": ({"fetches": "load"}, r"fetches='load': must be one of copy"),
     "missing": ({"missing": "zero"}, r"missing='zero': must be one of skip"),
     "clamps-without-gate": (
         {"has_gate": False, "gate_limits": Limits(has_upper=True, upper=7.0)},

@@ -36,7 +36,6 @@ def drawn(rng: random.Random) -> Prefill:
             "in_halves": rng.random() < 0.2,
             "skip_weights": rng.random() < 0.2,
             "largest_work_tile": rng.choice((1, 2, 4)),
-            "fetches": rng.choice(("copy", "copy", "dma")),
             "stores": rng.choice(("rows", "rows", "tiles")),
             "missing": rng.choice(("skip", "skip", "spare")),
             "num_cores": rng.choice((1, 2, 2)),
