@@ -74,26 +74,6 @@ KERNELS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
         1,
         (X, INDEX),
     ),
-    "numbers": (
-        """
-        x_sb = nl.ndarray((128, 64), nl.float32)
-        nisa.dma_copy(x_sb, a)
-        t = nl.ndarray((128, 64), <type=nl.bfloat16>)
-        nisa.tensor_scalar(t, x_sb, <first=nl.multiply>, <factor=100.0>)
-        u = nl.ndarray((128, 64), nl.float32)
-        nisa.activation(u, op=<op=nl.exp>, data=t, scale=<scale=0.01>)
-        whole = nl.ndarray((128, 64), nl.int32)
-        nisa.memset(whole, <whole=1 << 20>)
-        nisa.tensor_scalar(whole, whole, <sum=nl.add>, <addend=2.0>)
-        y = nl.ndarray((128, 64), nl.float32, buffer=nl.shared_hbm)
-        nisa.dma_copy(<yto=y>, u)
-        z = nl.ndarray((128, 64), nl.int32, buffer=nl.shared_hbm)
-        nisa.dma_copy(z, whole)
-        return y, z
-        """,
-        1,
-        (X,),
-    ),
     "capacity": (
         """
         held = [nl.ndarray((128, <wide=512>), nl.float32) for _ in range(<tiles=100>)]
@@ -243,14 +223,6 @@ FAULTS: dict[str, dict[str, dict[str, str]]] = {
         "first": {"32": BOUNDS, "30": BOUNDS},
         "step": {"1": BOUNDS, "0": "scatter"},
     },
-    "numbers": {
-        "type": {"nl.int8": "overflow", "nl.float8_e4m3": "overflow", "nl.uint8": "overflow"},
-        "factor": {"1e38": "overflow", "1e20": "overflow"},
-        "op": {"nl.log": "nan", "nl.sqrt": "nan", "nl.rsqrt": "nan"},
-        "scale": {"1.0": "overflow"},
-        "whole": {"(1 << 24) + 1": "inexact", "(1 << 30) + 3": "inexact"},
-        "yto": {"y[:, 0:63]": OPERAND},
-    },
     "capacity": {
         "wide": {"600": FULL},
         "tiles": {"120": FULL},
@@ -347,13 +319,6 @@ TWINS: dict[str, dict[str, tuple[str, ...]]] = {
             "nisa.memset(i_sb, 0)",
             "nisa.iota(i_sb, [[0, 1]], offset=96, channel_multiplier=1)",
         ),
-    },
-    "numbers": {
-        "type": ("nl.float32", "nl.float16"),
-        "factor": ("0.0", "-3.5", "1e3"),
-        "op": ("nl.tanh", "nl.sigmoid", "nl.square"),
-        "whole": ("1 << 23", "0"),
-        "addend": ("0.0", "4"),
     },
     "capacity": {"tiles": ("9", "102"), "banks": ("1", "7"), "columns": ("512",)},
     "places": {
