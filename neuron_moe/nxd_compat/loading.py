@@ -51,12 +51,12 @@ def prepare_ranks(mlps: RoutedExperts, state: State, prefix: str) -> str:
 
 
 def prepare_shared(
-    shared: SharedExperts, state: State, prefix: str, undo: bool | None, *, is_turned: bool
+    shared: SharedExperts, state: State, prefix: str, undo: bool | None, *, is_transposed: bool
 ) -> str:
-    """The same for shared experts; is_turned is their transpose_weights."""
+    """The same for shared experts; is_transposed is their transpose_weights."""
     _drop(state, f"{prefix}spmd_rank.")
     if undo:
-        presharded.undo_shared(shared, state, prefix, was_asked_for=is_turned)
+        presharded.undo_shared(shared, state, prefix, was_asked_for=is_transposed)
         return ""
     return "" if undo is False else presharded.check_shared(shared, state, prefix)
 

@@ -61,12 +61,12 @@ def undo_experts(mlps: RoutedExperts, state: State, prefix: str) -> None:
 
 def check_shared(shared: SharedExperts, state: State, prefix: str) -> str:
     """Return what shows that NxD's hook has transposed these matrices, or ''."""
-    turned = [name for name in _matrices(shared) if _is_turned(shared, state, prefix, name)]
-    if not turned:
+    transposed = [name for name in _matrices(shared) if _is_transposed(shared, state, prefix, name)]
+    if not transposed:
         return ""
-    shape = list(state[prefix + turned[0]].shape)
+    shape = list(state[prefix + transposed[0]].shape)
     return (
-        f"{prefix}{turned[0]}: shape {shape} must be {shape[::-1]}; NxD's hook transposes it."
+        f"{prefix}{transposed[0]}: shape {shape} must be {shape[::-1]}; NxD's hook transposes it."
         f" {WAY_OUT}"
     )
 
@@ -83,7 +83,7 @@ def undo_shared(shared: SharedExperts, state: State, prefix: str, *, was_asked_f
     for name in _matrices(shared):
         given = state.get(prefix + name)
         is_square = isinstance(given, Tensor) and given.shape == given.shape[::-1]
-        if _is_turned(shared, state, prefix, name) or (is_square and was_asked_for):
+        if _is_transposed(shared, state, prefix, name) or (is_square and was_asked_for):
             state[prefix + name] = state[prefix + name].t().contiguous()
 
 
@@ -101,7 +101,7 @@ def _matrices(shared: SharedExperts) -> tuple[str, ...]:
     return tuple(f"{name}.weight" for name in (*shared.first_names, "down_proj"))
 
 
-def _is_turned(shared: SharedExperts, state: State, prefix: str, name: str) -> bool:
+def _is_transposed(shared: SharedExperts, state: State, prefix: str, name: str) -> bool:
     """Say whether the H axis stands where I should; the latter may be whole or cut."""
     given = state.get(prefix + name)
     axis, hidden = (0 if name.startswith("down") else 1), shared.spec.hidden_size

@@ -111,8 +111,8 @@ class SharedExperts(shared_experts.SharedExperts):
             raise WeightError(problem)
 
     def _prepare(self, state: dict[str, Any], prefix: str) -> str:
-        is_turned = self.transpose_weights
-        return prepare_shared(self, state, prefix, self.presharded, is_turned=is_turned)
+        is_transposed = self.transpose_weights
+        return prepare_shared(self, state, prefix, self.presharded, is_transposed=is_transposed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SharedExperts":
         """Move or cast; parameters that are new are marked for NxD's sharder again."""

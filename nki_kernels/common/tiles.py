@@ -348,7 +348,7 @@ def transpose_rows(
     banks_ps: list[nl.NkiTensor],
     num_rows: int,
 ) -> None:
-    """Turn rows [R, size] into [rows, count, R], a PSUM bank of tiles per eviction.
+    """Transpose rows [R, size] into [rows, count, R], a PSUM bank of tiles per eviction.
 
     Args:
         dst_sb: [rows, count, R] tile.
@@ -400,7 +400,7 @@ def load_table(
     bank_ps: nl.NkiTensor,
     may_miss: bool,
 ) -> None:
-    """Gather rows of values and turn them, so that entry n of the index is column n.
+    """Gather rows of values and transpose them, so that entry n of the index is column n.
 
     The Scalar engine copies them, which others need less at the start of a launch.
 

@@ -151,7 +151,7 @@ def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
-    """Return the PSUM bank that the routing works in; turning tokens leaves it alone."""
+    """Return the PSUM bank that the routing works in; transposing tokens leaves it alone."""
     return sums.work_ps[len(sums.work_ps) - 1]
 
 

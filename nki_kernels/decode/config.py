@@ -21,7 +21,7 @@ from nki_kernels.decode.steps import Loop
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 32, 1024
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
-_TURNED_TOKENS = 64  # a matmul of fewer columns takes as long: up to here y^T is made, not rows
+_TRANSPOSED_TOKENS = 64  # a matmul of fewer columns takes as long: up to here y^T is made, not rows
 _OUT_BANKS = 5  # for an expert's y^T, at most
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
@@ -120,7 +120,7 @@ class DecodeConfig(NKIObject):
         reason: why mode and shard are what they are, in a sentence.
         parts: of a chunk; an item is one of them.
         chip: what its choices were made for.
-        gives_rows: whether y is added up in rows, [T, H], else turned, y^T [h, H/h, T].
+        gives_rows: whether y is added up in rows, [T, H], else transposed, y^T [h, H/h, T].
         loops: what each core does in which order; follows from the rest.
     """
 
@@ -198,23 +198,23 @@ def list_width(config: DecodeConfig) -> int:
 
 
 def is_direct_in(config: DecodeConfig) -> bool:
-    """Whether tokens are loaded as x^T, without turning them."""
+    """Whether tokens are loaded as x^T, without transposing them."""
     return config.h_axis.is_strided and config.T <= DIRECT_IN
 
 
 def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
-    """Whether so many tokens of y^T are stored without turning them."""
+    """Whether so many tokens of y^T are stored without transposing them."""
     return config.h_axis.is_strided and tokens <= DIRECT_OUT
 
 
 def may_give_rows(T: int, H: int, axis: AxisTiles, weights: WeightForm) -> bool:
-    """Whether an expert's output is better made in rows than turned.
+    """Whether an expert's output is better made in rows than transposed.
 
     The tensor engine takes as long where all its columns are tokens. Scales by channel and MX words
     want channels on the partitions.
     """
     is_plain = axis.group == 1 and weights.down_scale != "channel"
-    return _TURNED_TOKENS < T <= PARTITIONS and H <= _MAX_ROW and is_plain
+    return _TRANSPOSED_TOKENS < T <= PARTITIONS and H <= _MAX_ROW and is_plain
 
 
 def row_width(config: DecodeConfig) -> int:

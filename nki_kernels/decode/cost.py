@@ -109,7 +109,7 @@ def _columns_of_entry(config: DecodeConfig) -> int:
 
 
 def _columns_of_ends(config: DecodeConfig, core: int) -> int:
-    """Return the columns of the list, and of turning x and y."""
+    """Return the columns of the list, and of transposing x and y."""
     T, axis = config.T, config.h_axis
     tiles = -(-T // PARTITIONS)
     columns = 0

@@ -21,13 +21,13 @@ from nki_kernels.decode.config import (
 from nki_kernels.decode.memory import ends_table, token_table
 from nki_kernels.decode.row_ends import Ending, finish_rows
 
-_TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
+_TRANSPOSED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
 
 
 def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor]:
     """Load [T, H] tokens from HBM, in tiles of at most 128; a few directly as [h, T, H/h]."""
     if is_direct_in(config):
-        spread_sb = allocate(token_table(config).turned)[0]
+        spread_sb = allocate(token_table(config).transposed)[0]
         _load_directly(config, spread_sb, hidden, 0)
         return [spread_sb]
     tiles = []
@@ -43,14 +43,14 @@ def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor
     return tiles
 
 
-def turn_tokens(
+def transpose_tokens(
     config: DecodeConfig, sums: SumBuffers, row_tiles: list[nl.NkiTensor]
 ) -> nl.NkiTensor:
     """Return x^T as a [h, H/h, T] view of what `load_tokens` gives."""
     h_axis = config.h_axis
     if is_direct_in(config):
         return row_tiles[0].permute((0, 2, 1))
-    turned_sb = allocate(token_table(config).turned)[0]
+    transposed_sb = allocate(token_table(config).transposed)[0]
     banks = []
     # The last bank is left to the routing, which goes on at the same time.
     for bank_ps in sums.work_ps[0 : len(sums.work_ps) - 1]:
@@ -58,10 +58,10 @@ def turn_tokens(
     first = 0
     for rows_sb in row_tiles:
         size = rows_sb.shape[0]
-        part_sb = turned_sb[0 : h_axis.rows, 0 : h_axis.count, first : first + size]
+        part_sb = transposed_sb[0 : h_axis.rows, 0 : h_axis.count, first : first + size]
         transpose_rows(part_sb, rows_sb, h_axis, banks, size)
         first = first + size
-    return turned_sb
+    return transposed_sb
 
 
 def _load_directly(
@@ -224,13 +224,13 @@ def _store_rows(
     first: int,
     skipped: int,
 ) -> None:
-    """Turn y^T back into rows on the tensor engine, 128 tokens at a time; add up ranks; store.
+    """Transpose y^T into rows on the tensor engine, 128 tokens at a time; add up ranks; store.
 
-    Half of the tiles of the axis are added up and turned while the others are exchanged. Rows on
-    chip are as wide as the tiles of the axis together; what is past H is not stored.
+    Half of the tiles of the axis are added up and transposed while the others are exchanged. Rows
+    on chip are as wide as the tiles of the axis together; what is past H is not stored.
     """
     H, count = config.H, config.h_axis.count
-    half = min(count, -(-count // (2 * _TURNED_TILES)) * _TURNED_TILES)
+    half = min(count, -(-count // (2 * _TRANSPOSED_TILES)) * _TRANSPOSED_TILES)
     pieces = [(0, half)]
     if half < count:
         pieces.append((half, count))
@@ -257,7 +257,7 @@ def _store_rows(
                 part_sb = sums.total_sb[
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
                 ]
-                _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
+                _transpose_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
         if low == tokens and ending.ranks.collective == "all_reduce":
             nisa.memset(dst=rows_sb, value=0.0)  # both cores join a sum
         rows_sb = sum_on_chip(ending.ranks, rows_sb[0:tokens, 0:H])
@@ -283,19 +283,19 @@ def _add_piece(
     own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, piece)
     rows, count = own_sb.shape[0], own_sb.shape[1]
     engines = (nisa.engine.vector, nisa.engine.gpsimd)
-    for tile in range(0, count, _TURNED_TILES):
-        end = min(count, tile + _TURNED_TILES)
+    for tile in range(0, count, _TRANSPOSED_TILES):
+        end = min(count, tile + _TRANSPOSED_TILES)
         sum_sb = own_sb[0:rows, tile:end, 0:size]
         nisa.tensor_tensor(
             dst=sum_sb,
             data1=sum_sb,
             data2=received_sb[0:rows, tile:end, 0:size],
             op=nl.add,
-            engine=engines[tile // _TURNED_TILES % 2],
+            engine=engines[tile // _TRANSPOSED_TILES % 2],
         )
 
 
-def _turn_sums(
+def _transpose_sums(
     config: DecodeConfig,
     sums: SumBuffers,
     rows_sb: nl.NkiTensor,
@@ -304,12 +304,12 @@ def _turn_sums(
     low: int,
     high: int,
 ) -> None:
-    """Turn tiles low .. high of some tokens' y^T into columns of rows [tokens, width], a PSUM bank
-    of tiles per eviction.
+    """Transpose tiles low .. high of some tokens' y^T into columns of rows [tokens, width], a PSUM
+    bank of tiles per eviction.
     """
     axis, tokens, width = config.h_axis, rows_sb.shape[0], rows_sb.shape[1]
     rows, count = axis.rows, axis.count
-    tiles = _TURNED_TILES
+    tiles = _TRANSPOSED_TILES
     for tile in range(low, high, tiles):
         number = min(tiles, high - tile)
         bank_ps = sums.work_ps[tile // tiles % len(sums.work_ps)]
@@ -331,9 +331,9 @@ def _turn_sums(
                 [1, number],
             ]
             offset = tile if axis.is_strided else tile * rows
-        to_sb, turned_ps = rows_sb.ap(target, offset=offset), bank_ps.ap(source)
+        to_sb, transposed_ps = rows_sb.ap(target, offset=offset), bank_ps.ap(source)
         if len(residual_tiles) == 0:
-            copy_alternating(to_sb, turned_ps, tile // tiles)
+            copy_alternating(to_sb, transposed_ps, tile // tiles)
         for residual_sb in residual_tiles:
             added_sb = residual_sb.ap(target, offset=offset)
-            nisa.tensor_tensor(dst=to_sb, data1=turned_ps, data2=added_sb, op=nl.add)
+            nisa.tensor_tensor(dst=to_sb, data1=transposed_ps, data2=added_sb, op=nl.add)

@@ -94,7 +94,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     if config.weights.layout == "ehi":
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
-    at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
+    at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.transposed)
     if asks_early(config):
         experts += tiles_bytes(ends.loaded)
     at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)

@@ -80,7 +80,7 @@ def run_iteration(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     core: int,
     iteration: Iteration,
     entries: Entries,
@@ -89,7 +89,7 @@ def run_iteration(
 
     Args:
         config, b, x: sizes, buffers, the experts in HBM.
-        turned_sb: x^T.
+        transposed_sb: x^T.
         core: number of this core.
         iteration: its steps.
         entries: which experts.
@@ -104,13 +104,13 @@ def run_iteration(
         elif step.group is not None:
             project_out(config, b, step.group)
         else:
-            _project(config, b, turned_sb, core, step, entries, iteration.bias)
+            _project(config, b, transposed_sb, core, step, entries, iteration.bias)
 
 
 def _project(
     config: DecodeConfig,
     b: DecodeBuffers,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     core: int,
     step: Step,
     entries: Entries,
@@ -122,9 +122,9 @@ def _project(
         column = entries.column + step.entry * entries.stride
         spread_column(config, b, entries.weights, entries.inputs, column, ring, bias)
     elif step.kind == "project_half":
-        project_half(config, b, turned_sb, buffer, item, ring, core)
+        project_half(config, b, transposed_sb, buffer, item, ring, core)
     elif step.kind == "project_in":
-        project_in(config, b, turned_sb, buffer, item, ring, step.starts_chunk, step.ends_chunk)
+        project_in(config, b, transposed_sb, buffer, item, ring, step.starts_chunk, step.ends_chunk)
     elif step.kind == "keep_scales":
         keep_scales(config, b, buffer, ring)
 

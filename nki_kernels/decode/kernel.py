@@ -25,7 +25,7 @@ The steps:
 1. Load the index, and allocate what outlasts an iteration of the loop (buffers.py): until the
    index is there nothing else can be loaded.
 2. List the touched experts, and weigh what each token takes of them (list.py).
-3. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
+3. Load the tokens and transpose them: x^T [h, H/h, T] stays on chip (ends.py).
 4. Go through the list in iterations, in the order that the host settled (schedule.py,
    iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] lie in
    one of the weight buffers, a partition owning consecutive rows of HBM; y is added up over all
@@ -65,7 +65,7 @@ from nki_kernels.decode.config import (
     is_mx,
     output_dtype,
 )
-from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
+from nki_kernels.decode.ends import finish, load_tokens, transpose_tokens
 from nki_kernels.decode.iterations import known_entries, look_up, run_iteration
 from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
@@ -113,9 +113,9 @@ def _add_experts(
     """Make y of this core; all that takes place on chip but for `sums` is free again then."""
     b = make_buffers(config, sums)
     routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    turned_sb = turn_tokens(config, sums, load_tokens(config, hidden))
+    transposed_sb = transpose_tokens(config, sums, load_tokens(config, hidden))
     start_sums(sums)
-    run_experts(config, b, x, turned_sb, routing)
+    run_experts(config, b, x, transposed_sb, routing)
 
 
 def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -166,7 +166,7 @@ def run_experts(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     routing: Listed,
 ) -> None:
     """Add what this core computes of this rank's experts to y.
@@ -175,24 +175,24 @@ def run_experts(
         config: what the kernel is compiled for.
         b: buffers; y is in `b.sums`.
         x: the experts in HBM.
-        turned_sb: x^T, [h, H/h, T] view.
+        transposed_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
     """
     if is_mx(config):
-        quantize_tokens(config, b, turned_sb)
+        quantize_tokens(config, b, transposed_sb)
     begin: Any = 0
     for number in range(len(config.loops)):
         loop = config.loops[number]
         if loop.end < 0:  # it waits for the register; each is loaded where it is needed
             end = _load_end(routing, number)
-            _loop_over(config, b, x, turned_sb, routing, loop, begin, end)
+            _loop_over(config, b, x, transposed_sb, routing, loop, begin, end)
             begin = end
         elif loop.step > 0:
-            _loop_over(config, b, x, turned_sb, routing, loop, loop.begin, loop.end)
+            _loop_over(config, b, x, transposed_sb, routing, loop, loop.begin, loop.end)
         else:
             iteration = loop.iterations[routing.core]
             entries = known_entries(config, routing, iteration, loop.begin)
-            run_iteration(config, b, x, turned_sb, routing.core, iteration, entries)
+            run_iteration(config, b, x, transposed_sb, routing.core, iteration, entries)
 
 
 def _load_end(routing: Listed, number: int) -> Any:
@@ -206,7 +206,7 @@ def _loop_over(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     routing: Listed,
     loop: Loop,
     begin: Any,
@@ -217,6 +217,6 @@ def _loop_over(
 
     def one_iteration(position: Any) -> None:
         entries = look_up(config, b, routing, iteration, position)
-        run_iteration(config, b, x, turned_sb, routing.core, iteration, entries)
+        run_iteration(config, b, x, transposed_sb, routing.core, iteration, entries)
 
     nl.fori_loop(begin, end, one_iteration, step=loop.step)

@@ -174,7 +174,7 @@ def _front_bytes(config: LayerConfig) -> int:
     moe, is_wide = config.moe, config.form.router_dtype == "float32"
     dtype = nl.float32 if is_wide else nl.bfloat16
     operands = router_table(_router_weight_shape(config), dtype, moe.T, config.router)
-    kept = tiles_bytes(token_table(moe).turned) + table_bytes(operands) + SMALL_TILES_BYTES
+    kept = tiles_bytes(token_table(moe).transposed) + table_bytes(operands) + SMALL_TILES_BYTES
     kept += choice_bytes(moe.T, moe.num_experts, config.router)
     norm = norm_bytes(moe.T, moe.h_axis, config.form.has_norm)
     wide = 4 * moe.h_axis.count * min(PARTITIONS, moe.T) if is_wide else 0

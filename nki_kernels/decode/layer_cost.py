@@ -36,7 +36,7 @@ def cost_decode_layer(
     read += cores * (_router_bytes(config) - 2 * T * K * _WORD_BYTES)
     passes = moe.h_axis.count + int(config.router.has_bias)
     columns += cores * passes * _tiles(T) * (moe.num_experts // config.router_parts)
-    if is_direct(T, moe.h_axis) and T > DIRECT_IN:  # decode_moe turns these
+    if is_direct(T, moe.h_axis) and T > DIRECT_IN:  # decode_moe transposes these
         columns -= cores * moe.h_axis.count * T
     shared_read, shared_columns = _shared_cost(config)
     read, columns = read + shared_read, columns + shared_columns

@@ -74,8 +74,8 @@ from nki_kernels.decode.norm import (
     load_norm,
     load_tokens,
     normalize,
-    turn,
-    turn_banks,
+    transpose,
+    transposed_banks,
 )
 from nki_kernels.decode.router import (
     RouterTiles,
@@ -268,20 +268,20 @@ def _prepare_tokens(
 ) -> nl.NkiTensor:
     """Return x^T [h, H/h, T] of all tokens, normalised if there is a norm."""
     h_axis, T = config.moe.h_axis, config.moe.T
-    banks_ps = turn_banks(h_axis, T)
-    x_sb = tiles[0].turned_sb
+    banks_ps = transposed_banks(h_axis, T)
+    x_sb = tiles[0].transposed_sb
     is_whole = len(tiles) == 1 and not config.form.has_norm
     if not is_whole:
         x_sb = nl.ndarray((h_axis.rows, h_axis.count, T), nl.bfloat16, buffer=nl.sbuf)
     for number in range(len(tiles)):
         tile = tiles[number]
-        turn(tile, h_axis, banks_ps)
+        transpose(tile, h_axis, banks_ps)
         first = number * PARTITIONS
-        part = x_sb[:, :, first : first + tile.turned_sb.shape[2]]
+        part = x_sb[:, :, first : first + tile.transposed_sb.shape[2]]
         if config.form.has_norm:
             normalize(part, tile, norms[0], h_axis, config.form.norm_eps)
         elif not is_whole:
-            nisa.tensor_copy(dst=part, src=tile.turned_sb)
+            nisa.tensor_copy(dst=part, src=tile.transposed_sb)
     return x_sb
 
 

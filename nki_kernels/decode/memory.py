@@ -39,8 +39,8 @@ from nki_kernels.decode.items import packed_shapes
 class TokenTable(NamedTuple):
     """The tokens and their sums, which every expert works on."""
 
-    turned: Tiles  # x^T
-    total: Tiles  # y, in rows or turned
+    transposed: Tiles  # x^T
+    total: Tiles  # y, in rows or transposed
 
 
 def token_table(config: DecodeConfig) -> TokenTable:
@@ -181,7 +181,7 @@ def routing_table(config: DecodeConfig) -> RoutingTable:
 class EndsTable(NamedTuple):
     """Rows of tokens at the two ends of a kernel."""
 
-    loaded: Tiles  # before they are turned
+    loaded: Tiles  # before they are transposed
     received: Tiles  # sums of the other core
     stored: Tiles  # rows of y, rounded
     residual: Tiles  # what is added to them

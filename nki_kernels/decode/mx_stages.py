@@ -17,7 +17,7 @@ from nki_kernels.decode.config import DecodeConfig
 from nki_kernels.decode.items import mx_form
 
 
-def quantize_tokens(config: DecodeConfig, b: DecodeBuffers, turned_sb: nl.NkiTensor) -> None:
+def quantize_tokens(config: DecodeConfig, b: DecodeBuffers, transposed_sb: nl.NkiTensor) -> None:
     """Make words of x^T, a [h, H/h, T] view: four elements of a token side by side, quantised."""
     axis, fours_sb = config.h_axis, b.mx.fours[0]
     if axis.tail < fours_sb.shape[0]:
@@ -27,7 +27,7 @@ def quantize_tokens(config: DecodeConfig, b: DecodeBuffers, turned_sb: nl.NkiTen
         rows = rows_of(axis, first)
         copy_alternating(
             fours_sb[0:rows, quad, 0 : config.T, 0 : axis.group].permute((0, 2, 1)),
-            turned_sb[0:rows, first : first + axis.group, 0 : config.T],
+            transposed_sb[0:rows, first : first + axis.group, 0 : config.T],
             quad,
         )
     quantize(b.mx.tokens[0], fours_sb, b.mx.token_scales[0])

@@ -1,10 +1,10 @@
-"""Tokens of a decode step on chip: loaded, normalised and turned.
+"""Tokens of a decode step on chip: loaded, normalised and transposed.
 
     x[t] = hidden[t] * rsqrt(mean(hidden[t]^2) + eps) * norm_weight, rounded to the type of hidden
 
 The result is x^T [h, H/h, T], a partition owning consecutive rows of H where `tile_axis` finds
 equal tiles: what the router and the experts multiply with. Few tokens are loaded that way round; of
-more the rows are loaded and turned by the tensor engine, exactly.
+more the rows are loaded and transposed by the tensor engine, exactly.
 
 A normalisation by tokens is one of columns there. Their sums of squares are the diagonal of
 x x^T, whose products of bfloat16 are exact in float32; a product with ones adds them over the
@@ -29,7 +29,7 @@ from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
 from nki_kernels.common.memory import Tiles, allocate, tiles, tiles_bytes
 from nki_kernels.common.tiles import rows_of, transpose_rows
 
-_DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
+_DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, transposing rows is faster
 WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
 _ENGINES, _ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
 _SHARED_TOKENS = 32  # from here on the Vector engine shares its passes over x^T
@@ -38,11 +38,11 @@ _STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows cl
 
 @dataclass
 class TokenTile(nl.NKIObject):
-    """Up to 128 tokens as they were loaded: turned if they are few, else as rows."""
+    """Up to 128 tokens as they were loaded: transposed if they are few, else as rows."""
 
-    rows_sb: nl.ndarray  # [R, H], or the same tile as turned_sb
-    turned_sb: nl.ndarray  # [h, H/h, R], filled from the rows by `turn`
-    is_turned: bool
+    rows_sb: nl.ndarray  # [R, H], or the same tile as transposed_sb
+    transposed_sb: nl.ndarray  # [h, H/h, R], filled from the rows by `transpose`
+    is_transposed: bool
 
 
 @dataclass
@@ -57,7 +57,7 @@ class NormTiles(nl.NKIObject):
 
 
 def is_direct(num_tokens: int, h_axis: AxisTiles) -> bool:
-    """Whether tokens are loaded turned."""
+    """Whether tokens are loaded transposed."""
     return num_tokens <= _DIRECT_TOKENS and h_axis.is_strided
 
 
@@ -65,7 +65,7 @@ class NormTable(NamedTuple):
     """Buffers of a tile of tokens on the way, and what normalising needs besides."""
 
     rows: Tiles
-    turned: Tiles
+    transposed: Tiles
     weighted: Tiles
     square: Tiles  # ones, the identity, squares, scales
     column: Tiles  # the weight as in HBM and in float32, squares of a token
@@ -76,7 +76,7 @@ def _norm_table(h_axis: AxisTiles, rows: int) -> NormTable:
     shape = (h_axis.rows, h_axis.count, rows)
     return NormTable(
         rows=tiles(1, (rows, h_axis.size), nl.bfloat16),
-        turned=tiles(1, shape, nl.bfloat16),
+        transposed=tiles(1, shape, nl.bfloat16),
         weighted=tiles(1, shape, nl.float32),
         square=tiles(4, (PARTITIONS, PARTITIONS), nl.float32),
         column=tiles(3, (h_axis.rows, h_axis.count), nl.float32),
@@ -86,10 +86,10 @@ def _norm_table(h_axis: AxisTiles, rows: int) -> NormTable:
 def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
     """Return the bytes of SBUF per partition alive while T tokens are loaded and normalised.
 
-    The result is not among them. A tile of 128 tokens is turned when the one before is done.
+    The result is not among them. A tile of 128 tokens is transposed when the one before is done.
     """
     table = _norm_table(h_axis, min(PARTITIONS, num_tokens))
-    size = tiles_bytes(table.turned)
+    size = tiles_bytes(table.transposed)
     if not is_direct(num_tokens, h_axis):
         size += tiles_bytes(table.rows) * -(-num_tokens // PARTITIONS)
     if has_norm:
@@ -109,16 +109,16 @@ def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
     for first in range(0, num_tokens, PARTITIONS):
         rows = min(PARTITIONS, num_tokens - first)
         if is_direct(num_tokens, h_axis):
-            shape = (h_axis.rows, rows, h_axis.count)  # that of a turned tile, read along rows
+            shape = (h_axis.rows, rows, h_axis.count)  # that of a transposed tile, read along rows
             flat_sb = nl.ndarray(shape, hidden_TH.dtype, buffer=nl.sbuf)
             _spread(flat_sb, hidden_TH, h_axis)
-            turned_sb = flat_sb.permute((0, 2, 1))
-            loaded.append(TokenTile(turned_sb, turned_sb, True))
+            transposed_sb = flat_sb.permute((0, 2, 1))
+            loaded.append(TokenTile(transposed_sb, transposed_sb, True))
         else:
             table = _norm_table(h_axis, rows)
             rows_sb = allocate(table.rows)[0]
             _load_rows(rows_sb, hidden_TH, first)
-            loaded.append(TokenTile(rows_sb, allocate(table.turned)[0], False))
+            loaded.append(TokenTile(rows_sb, allocate(table.transposed)[0], False))
     return loaded
 
 
@@ -149,24 +149,24 @@ def _spread(flat_sb: nl.ndarray, rows_RH: nl.ndarray, h_axis: AxisTiles) -> None
     nisa.dma_copy(dst=flat_sb[0:full], src=source, dge_mode=nisa.dge_mode.none)
 
 
-def turn(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) -> None:
-    """Turn the rows of a tile if they came as rows.
+def transpose(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) -> None:
+    """Transpose the rows of a tile if they came as rows.
 
     Args:
         tile: the tokens.
         h_axis: how H lies on partitions.
         banks_ps: PSUM banks [128, 1024] bfloat16, used in turn.
     """
-    if tile.is_turned:
+    if tile.is_transposed:
         return
     if h_axis.rows * h_axis.count != h_axis.size:
         # Places past the end of H: nobody multiplies with them, but they are scaled.
-        nisa.memset(dst=tile.turned_sb, value=0.0)
-    transpose_rows(tile.turned_sb, tile.rows_sb, h_axis, banks_ps, tile.rows_sb.shape[0])
+        nisa.memset(dst=tile.transposed_sb, value=0.0)
+    transpose_rows(tile.transposed_sb, tile.rows_sb, h_axis, banks_ps, tile.rows_sb.shape[0])
 
 
-def turn_banks(h_axis: AxisTiles, num_tokens: int) -> list[nl.ndarray]:
-    """Allocate the PSUM banks for `turn`; none if the tokens come turned."""
+def transposed_banks(h_axis: AxisTiles, num_tokens: int) -> list[nl.ndarray]:
+    """Allocate the PSUM banks for `transpose`; none if the tokens come transposed."""
     banks = []
     if not is_direct(num_tokens, h_axis):
         for _bank in range(2):
@@ -219,41 +219,41 @@ def normalize(
     normed_sb: nl.ndarray, tile: TokenTile, norm: NormTiles, h_axis: AxisTiles, eps: float
 ) -> None:
     """Write the normalised tokens of a tile, [h, H/h, R] of the type of hidden."""
-    turned_sb = tile.turned_sb
-    rows = turned_sb.shape[2]
+    transposed_sb = tile.transposed_sb
+    rows = transposed_sb.shape[2]
     if rows == 1:
-        _normalize_one(normed_sb, turned_sb, norm, h_axis, eps)
+        _normalize_one(normed_sb, transposed_sb, norm, h_axis, eps)
         return
     weighted_sb = allocate(_norm_table(h_axis, rows).weighted)[0]
     sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
     scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
     # Engines take their work in order: of few tokens the weight is applied while the products are
     # made, of many it would keep the sums waiting.
-    weighs_first = not tile.is_turned and rows < _SHARED_TOKENS
-    if tile.is_turned:
-        _sum_squares(turned_sb, norm, h_axis)
+    weighs_first = not tile.is_transposed and rows < _SHARED_TOKENS
+    if tile.is_transposed:
+        _sum_squares(transposed_sb, norm, h_axis)
     _spread_weight(norm, h_axis)
     if weighs_first:
-        _apply_weight(weighted_sb, turned_sb, norm)
-    if not tile.is_turned:
-        _sum_squares_by_products(turned_sb, norm, h_axis)
+        _apply_weight(weighted_sb, transposed_sb, norm)
+    if not tile.is_transposed:
+        _sum_squares_by_products(transposed_sb, norm, h_axis)
     nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=1.0 / h_axis.size, bias=eps)
     if not weighs_first:
-        _apply_weight(weighted_sb, turned_sb, norm)
+        _apply_weight(weighted_sb, transposed_sb, norm)
     _apply_scale(normed_sb, weighted_sb, scale_ps)
 
 
 def _normalize_one(
-    normed_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles, eps: float
+    normed_sb: nl.ndarray, transposed_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles, eps: float
 ) -> None:
     """Normalise a single token, whose scale is one number for every partition."""
-    _sum_squares(turned_sb, norm, h_axis)
+    _sum_squares(transposed_sb, norm, h_axis)
     sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:1]
     scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=1.0 / h_axis.size, bias=eps)
     nisa.scalar_tensor_tensor(
         dst=normed_sb[:, :, 0],
-        data=turned_sb[:, :, 0],
+        data=transposed_sb[:, :, 0],
         op0=nl.multiply,
         operand0=scale_sb,
         op1=nl.multiply,
@@ -273,19 +273,19 @@ def _spread_weight(norm: NormTiles, h_axis: AxisTiles) -> None:
     nisa.tensor_copy(dst=norm.wide_sb, src=norm.weight_sb, engine=nisa.engine.gpsimd)
 
 
-def _apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles) -> None:
+def _apply_weight(weighted_sb: nl.ndarray, transposed_sb: nl.ndarray, norm: NormTiles) -> None:
     """Write the product of tokens and the norm's weight, [h, H/h, R] float32."""
-    h, count, rows = turned_sb.shape
+    h, count, rows = transposed_sb.shape
     own = _vector_share(count, rows)
     weight = norm.small_ps[0:h, 3, 0:own].expand_dim(2).broadcast(2, rows)
     nisa.tensor_tensor(
-        dst=weighted_sb[:, 0:own, :], data1=turned_sb[:, 0:own, :], data2=weight, op=nl.multiply
+        dst=weighted_sb[:, 0:own, :], data1=transposed_sb[:, 0:own, :], data2=weight, op=nl.multiply
     )
     for tile in range(own, count):
         nisa.activation(
             dst=weighted_sb[:, tile, :],
             op=nl.copy,
-            data=turned_sb[:, tile, :],
+            data=transposed_sb[:, tile, :],
             scale=norm.wide_sb[:, tile : tile + 1],
         )
 
@@ -312,16 +312,16 @@ def _apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.nd
         nisa.tensor_tensor(dst=normed_sb[:, chunks, :], data1=part_sb, data2=scale, op=nl.multiply)
 
 
-def _sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+def _sum_squares(transposed_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
     """Leave the sums of squares of a few tokens on every partition of PSUM."""
-    rows = turned_sb.shape[2]
+    rows = transposed_sb.shape[2]
     partial_sb = nl.ndarray((h_axis.rows, rows), nl.float32, buffer=nl.sbuf)
     for token in range(rows):
         squares_sb = nl.ndarray((h_axis.rows, h_axis.count), nl.float32, buffer=nl.sbuf)
         nisa.activation_reduce(
             dst=squares_sb,
             op=nl.square,
-            data=turned_sb[:, :, token],
+            data=transposed_sb[:, :, token],
             reduce_op=nl.add,
             reduce_res=partial_sb[:, token : token + 1],
         )
@@ -333,20 +333,20 @@ def _sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> N
     )
 
 
-def _sum_squares_by_products(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+def _sum_squares_by_products(transposed_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
     """Leave the sums of squares of up to 128 tokens on every partition of PSUM.
 
     The products of different tokens are dropped, not multiplied by zero: a token that holds NaN
     must not reach the others.
     """
-    rows = turned_sb.shape[2]
+    rows = transposed_sb.shape[2]
     products_ps = norm.small_ps[0:rows, 0, 0:rows]
     for tile in range(h_axis.count):
         depth = rows_of(h_axis, tile)
         nisa.nc_matmul(
             dst=products_ps,
-            stationary=turned_sb[0:depth, tile, :],
-            moving=turned_sb[0:depth, tile, :],
+            stationary=transposed_sb[0:depth, tile, :],
+            moving=transposed_sb[0:depth, tile, :],
             accumulate=tile > 0,
         )
     squares_sb = nl.ndarray((rows, rows), nl.float32, buffer=nl.sbuf)

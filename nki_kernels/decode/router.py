@@ -1,11 +1,11 @@
-"""The router of the fused decode layer: from turned tokens on chip to experts and affinities.
+"""The router of the fused decode layer: from transposed tokens on chip to experts and affinities.
 
     logits = x @ router_weight^T (+ bias), float32; the choice is that of router_choice.py
 
-The weights are turned when they are loaded into HBM, not in every step: `pack_router_weight` gives
-each partition its rows of H for all experts in one run. Of a large router each core takes half of
-the experts; the cores exchange logits, which are few. In bfloat16 the products are exact; float32
-weights take float32 tokens and four passes of the tensor engine.
+The weights are transposed when they are loaded into HBM, not in every step: `pack_router_weight`
+gives each partition its rows of H for all experts in one run. Of a large router each core takes
+half of the experts; the cores exchange logits, which are few. In bfloat16 the products are exact;
+float32 weights take float32 tokens and four passes of the tensor engine.
 
 Tokens are on the partitions of everything that comes out, 128 a tile, in their order.
 
@@ -172,7 +172,7 @@ def make_logits(
     """Return the logits of tokens first .. first + rows, [rows, max(N, 8)] float32.
 
     Args:
-        x_sb: [h, H/h, T] turned tokens.
+        x_sb: [h, H/h, T] transposed tokens.
         first: first token.
         rows: tokens, at most 128.
         router: its operands.
@@ -207,7 +207,7 @@ def make_logits(
 def _multiply_weight(
     logits_ps: nl.ndarray, tokens_sb: nl.ndarray, weight_sb: nl.ndarray, h_axis: AxisTiles
 ) -> None:
-    """Write x @ router_weight^T of turned tokens; with a float32 weight they are widened first."""
+    """Write x @ router_weight^T of transposed tokens, widened first for a float32 weight."""
     if weight_sb.dtype == nl.float32:
         wide_sb = nl.ndarray(tokens_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=wide_sb, src=tokens_sb)

@@ -157,7 +157,7 @@ def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -
 def run_shared(
     config: DecodeConfig,
     tiles: SharedTiles,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     gate_rows: list[nl.NkiTensor],
     core: int,
 ) -> None:
@@ -166,7 +166,7 @@ def run_shared(
     Args:
         config: of the shared experts.
         tiles: of `load_shared`.
-        turned_sb: x^T, [h, H/h, T] view.
+        transposed_sb: x^T, [h, H/h, T] view.
         gate_rows: the gate, [128, T] float32 and the same on all partitions; or none.
         core: number of this core.
     """
@@ -176,7 +176,7 @@ def run_shared(
     items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
-        project_in(config, b, turned_sb, buffer, item, 0, True, True)
+        project_in(config, b, transposed_sb, buffer, item, 0, True, True)
         project_out(config, b, Group(item, 1, 0, False, True, True))
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)

@@ -232,7 +232,7 @@ def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) ->
 def project_in(
     config: DecodeConfig,
     b: DecodeBuffers,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     buffer: int,
     item: int,
     ring: int,
@@ -243,7 +243,7 @@ def project_in(
 
     Args:
         config, b: sizes and buffers.
-        turned_sb: x^T, [h, H/h, T] view.
+        transposed_sb: x^T, [h, H/h, T] view.
         buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
@@ -265,14 +265,14 @@ def project_in(
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb, 0, True)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, transposed_sb, 0, True)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
             gate_sb = weights_sb[0 : h_axis.rows, :, 0, columns]
             up_sb = weights_sb[0 : h_axis.rows, :, 1, columns]
-            _project(config, gate, gate_sb, turned_sb, begin, is_first)
-            _project(config, up, up_sb, turned_sb, begin, is_first)
+            _project(config, gate, gate_sb, transposed_sb, begin, is_first)
+            _project(config, up, up_sb, transposed_sb, begin, is_first)
         if is_last:
             _activate(config, b, gate, up, buffer, item, ring, tile)
 
@@ -280,7 +280,7 @@ def project_in(
 def project_half(
     config: DecodeConfig,
     b: DecodeBuffers,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     buffer: int,
     item: int,
     ring: int,
@@ -293,7 +293,7 @@ def project_half(
 
     Args:
         config, b: sizes and buffers.
-        turned_sb: x^T, [h, H/h, T] view.
+        transposed_sb: x^T, [h, H/h, T] view.
         buffer: the weight buffer.
         item: number of the item, from that of this core's first part on.
         ring: buffers of the expert's column.
@@ -301,7 +301,7 @@ def project_half(
     """
     half = config.parts // 2
     first = core * half
-    project_in(config, b, turned_sb, buffer, item, ring, item == first, False)
+    project_in(config, b, transposed_sb, buffer, item, ring, item == first, False)
     if item < first + half - 1:
         return
     T, rows, middle = config.T, config.i_axis.rows, tiles_of_part(config.i_axis, config, half)[0]
@@ -345,7 +345,7 @@ def _project(
     config: DecodeConfig,
     dst_ps: nl.NkiTensor,
     weights_sb: nl.NkiTensor,
-    turned_sb: nl.NkiTensor,
+    transposed_sb: nl.NkiTensor,
     first: int,
     is_first: bool,
 ) -> None:
@@ -356,7 +356,7 @@ def _project(
         nisa.nc_matmul(
             dst=dst_ps,
             stationary=weights_sb[0:depth, t, 0:columns],
-            moving=turned_sb[0:depth, first + t, 0 : config.T],
+            moving=transposed_sb[0:depth, first + t, 0 : config.T],
             accumulate=t > 0 or not is_first,
         )
 

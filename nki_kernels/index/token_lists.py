@@ -202,12 +202,12 @@ def _count_tiles(lists: TokenLists, tiles: int) -> nl.ndarray:
     """Return how many tokens of each tile chose each expert, [tiles, E] bfloat16."""
     of_tile_sb = nl.ndarray((tiles, lists.num_experts), nl.bfloat16, buffer=nl.sbuf)
     for part in lists.counts:
-        turned_ps = nl.ndarray((tiles, part.experts), nl.bfloat16, buffer=nl.psum)
+        transposed_ps = nl.ndarray((tiles, part.experts), nl.bfloat16, buffer=nl.psum)
         inside = part.inside_sb[0 : part.experts, 0:tiles, PARTITIONS - 1]
-        nisa.nc_transpose(dst=turned_ps, data=inside)
+        nisa.nc_transpose(dst=transposed_ps, data=inside)
         nisa.tensor_copy(
             dst=of_tile_sb[:, part.first : part.first + part.experts],
-            src=turned_ps,
+            src=transposed_ps,
             engine=nisa.engine.scalar,
         )
     return of_tile_sb

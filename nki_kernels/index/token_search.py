@@ -417,15 +417,15 @@ def list_found(list_sb: nl.ndarray, search: PlaceSearch, num_experts: int, rows:
     counts, shape = search.counts, search.number_sb.shape
     places = (list_sb.shape[1] - 1) // num_experts
     for block in range(shape[1] // rows):
-        turned_ps = nl.ndarray((rows, shape[0]), nl.float32, buffer=nl.psum)
+        transposed_ps = nl.ndarray((rows, shape[0]), nl.float32, buffer=nl.psum)
         found = search.found_sb[:, block * rows : (block + 1) * rows]
-        nisa.nc_transpose(dst=turned_ps, data=found)
+        nisa.nc_transpose(dst=transposed_ps, data=found)
         place = search.first + block * counts.copies
         kept = min(counts.copies, places - place)
         first = place * num_experts + counts.first
         nisa.tensor_copy(
             dst=list_sb[:, first : first + kept * counts.experts],
-            src=turned_ps[:, 0 : kept * counts.experts],
+            src=transposed_ps[:, 0 : kept * counts.experts],
             engine=nisa.engine.vector if block % 2 == 0 else nisa.engine.scalar,
         )
 
@@ -440,7 +440,7 @@ def search_columns(tokens: TokenTiles, num_experts: int, width: int, num_passes:
         num_passes: searches of all places.
     """
     places = width // num_experts
-    # Partitions that are turned, of all copies; counts take 128 columns a tile for each part.
-    turned = places_each(num_experts, places) * num_copies(num_experts, places) * num_experts
+    # Partitions that are transposed, of all copies; counts take 128 columns a tile for each part.
+    transposed = places_each(num_experts, places) * num_copies(num_experts, places) * num_experts
     parts = -(-num_experts // PARTITIONS)
-    return parts * max(1, tokens.count) * PARTITIONS + num_passes * turned
+    return parts * max(1, tokens.count) * PARTITIONS + num_passes * transposed

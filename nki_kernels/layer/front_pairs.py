@@ -280,10 +280,10 @@ def _ends(most_sb: nl.NkiTensor, dims: FoldDims) -> nl.NkiTensor:
     identity_sb = identity(nl.float16)
     short_sb = nl.ndarray(most_sb.shape, nl.float16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=short_sb, src=most_sb)
-    turned_ps = nl.ndarray((loops, PARTITIONS), nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=turned_ps, stationary=short_sb, moving=identity_sb, accumulate=False)
+    transposed_ps = nl.ndarray((loops, PARTITIONS), nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=transposed_ps, stationary=short_sb, moving=identity_sb, accumulate=False)
     largest_sb = nl.ndarray((loops, 1), nl.float16, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=largest_sb, data=turned_ps, op=nl.maximum, axis=1)
+    nisa.tensor_reduce(dst=largest_sb, data=transposed_ps, op=nl.maximum, axis=1)
     line_ps = nl.ndarray((1, loops), nl.float32, buffer=nl.psum)
     nisa.nc_matmul(
         dst=line_ps,

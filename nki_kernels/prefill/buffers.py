@@ -79,7 +79,7 @@ class Buffers(NKIObject):
     down_scale: list[nl.NkiTensor]
     down_scale_parts: list[nl.NkiTensor]
     rows: list[nl.NkiTensor]
-    turned: list[nl.NkiTensor]
+    transposed: list[nl.NkiTensor]
     own: list[nl.NkiTensor]
     other: list[nl.NkiTensor]
     inner: list[nl.NkiTensor]
@@ -91,7 +91,7 @@ class Buffers(NKIObject):
     gate: list[nl.NkiTensor]
     up: list[nl.NkiTensor]
     inner_ps: list[nl.NkiTensor]
-    turn_ps: list[nl.NkiTensor]
+    transposed_ps: list[nl.NkiTensor]
     outer_ps: list[nl.NkiTensor]
     ones: nl.NkiTensor
     zeros: list[nl.NkiTensor]
@@ -145,9 +145,9 @@ def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffer
     outer_ps = make_tiles(
         BANKS - inner_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum
     )
-    turn_ps = []
+    transposed_ps = []
     for bank_ps in outer_ps:
-        turn_ps.append(bank_ps.view(nl.bfloat16))
+        transposed_ps.append(bank_ps.view(nl.bfloat16))
     expert, ids, scale = allocate(v.expert), allocate(v.ids), allocate(v.scale)
     out_tile, out_row = allocate(v.out_tile), allocate(v.out_row)
     tile_table, row_tables = allocate(v.tile_table)[0], allocate(v.row_table)
@@ -177,7 +177,7 @@ def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffer
         down_scale=down_scale,
         down_scale_parts=down_scale_parts,
         rows=allocate(r.rows),
-        turned=allocate(r.turned),
+        transposed=allocate(r.transposed),
         own=allocate(r.own),
         other=allocate(r.other),
         inner=allocate(r.inner),
@@ -189,7 +189,7 @@ def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffer
         gate=allocate(r.gate),
         up=allocate(r.up),
         inner_ps=_make_sums(config),
-        turn_ps=turn_ps,
+        transposed_ps=transposed_ps,
         outer_ps=outer_ps,
         ones=allocate(v.ones)[0],
         zeros=allocate(v.zeros),
@@ -418,8 +418,8 @@ def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, behind: nl.NkiTensor) ->
 
 def _clear_fours(config: PrefillConfig, b: Buffers) -> None:
     """Set places of words that no element fills to zero, where there are such."""
-    if config.h_axis.tail < b.turned[0].shape[0]:
-        for fours_sb in b.turned:
+    if config.h_axis.tail < b.transposed[0].shape[0]:
+        for fours_sb in b.transposed:
             nisa.memset(dst=fours_sb, value=0.0, engine=nisa.engine.vector)
     if config.i_axis.rows < b.inner[0].shape[0]:
         for fours_sb in b.inner:

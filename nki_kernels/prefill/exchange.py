@@ -49,7 +49,7 @@ from nki_kernels.prefill.stages import (
     project_out,
     spread_down_scale,
     store_rows,
-    turn_rows,
+    transpose_tile,
 )
 
 
@@ -122,12 +122,12 @@ def _go_in_apart(
         for tile in range(last):
             _multiply_apart(config, b, s, j, tile)
         if j + 1 < size:
-            turn_rows(config, b, s, j + 1)
+            transpose_tile(config, b, s, j + 1)
             gather_after(config, b, x, share, s, j + 1, size, next_size)
         _multiply_apart(config, b, s, j, last)
         _exchange(config, b, s, j)
     if following >= 0:
-        turn_rows(config, b, following, 0)
+        transpose_tile(config, b, following, 0)
     if not is_alone(config.loop):
         look_at_expert(config, b, s)
         look_ahead(config, b, s)

@@ -27,7 +27,7 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
                     one zeros
 
 On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
-descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
+descriptor), rows [R, H] with tokens on partitions, transposed rows [h, H/h, R], inner [i, I/i, R].
 
 Limits: `make_config`. Bytes: weights once per work tile, a row in and a row out per slot. Matmul
 columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the transposes. The
@@ -38,7 +38,7 @@ Steps, on each core:
     2. Start the pipeline: weights and rows of work tile 0, the first rows of work tile 1.
     3. Per loop (one for each pair of work tile sizes), per iteration: two work tiles, by parity.
     4. A work tile: gate and up projections and the activation, part by part (`_go_in`); the first
-       tile of the next work tile is turned; then the down projection, part by part, and stores
+       tile of the next work tile is transposed; then the down projection, part by part, and stores
        (`_go_out`). Each part that is done asks for the part that takes its buffer.
 With the hidden axis split, step 4 is that of exchange.py: two work tiles, interleaved.
 
@@ -97,7 +97,7 @@ from nki_kernels.prefill.stages import (
     spread_down_scale,
     store_rows,
     store_zeros,
-    turn_rows,
+    transpose_tile,
 )
 
 
@@ -229,7 +229,7 @@ def _start_iteration(
         gather_rows(config, b, x, share, 1, 0)
     if not config.shard.splits_h:
         _load_behind(config, b, x, share)
-    turn_rows(config, b, 0, 0)
+    transpose_tile(config, b, 0, 0)
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -277,7 +277,7 @@ def _start_pipeline(
 ) -> None:
     """Do what work tile 0 expects to be done: its weights and rows, the first rows of work tile 1.
 
-    The first rows come before the weights, which are used once they are turned.
+    The first rows come before the weights, which are used once they are transposed.
     """
     loop = config.loop
     fill_first(config, b, lists)
@@ -290,7 +290,7 @@ def _start_pipeline(
     start_work_tiles(config, b)
     gather_rows(config, b, x, share, 0, 0)
     start_scales(config, b, lists)
-    # Once turned, a single buffer of first tiles is free for that of work tile 1.
+    # Once transposed, a single buffer of first tiles is free for that of work tile 1.
     waits = loop.first_buffers == 1
     if not waits:
         gather_rows(config, b, x, share, 1, 0)
@@ -307,7 +307,7 @@ def _start_pipeline(
     for j in range(1, loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
-    turn_rows(config, b, 0, 0)
+    transpose_tile(config, b, 0, 0)
     if waits:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -317,8 +317,8 @@ def _run_work_tile(
 ) -> None:
     """Compute the row tiles of one work tile of an iteration, and bring in what the next two need.
 
-    The first tile of the next work tile is turned before this one's down projection, so that the
-    tensor engine has work while the last activation is computed.
+    The first tile of the next work tile is transposed before this one's down projection, so that
+    the tensor engine has work while the last activation is computed.
     """
     following, alone = work_tile_after(b, s, 1), is_alone(config.loop)
     size, next_size = sizes[s % 2], sizes[1 - s % 2] if following >= 0 else 0
@@ -330,9 +330,9 @@ def _run_work_tile(
         gather_rows(config, b, x, share, following, j)
     _go_in(config, b, x, s, size, next_size, share)
     if following >= 0:
-        turn_rows(config, b, following, 0)
+        transpose_tile(config, b, following, 0)
     # This work tile has used its expert and ids: they become those of the work tile two ahead,
-    # whose first rows take the buffer that was just turned.
+    # whose first rows take the buffer that was just transposed.
     if not alone:
         look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
@@ -366,10 +366,10 @@ def _go_in(
         for j in range(size):
             for tile in range(last):
                 project_in(config, b, buffer, beside, s, j, part, h_part, tile)
-            # The next tile is turned before the last product of this one, so that the engines
+            # The next tile is transposed before the last product of this one, so that the engines
             # that copy it are done when its own products begin.
             if step == 0 and j + 1 < size:
-                turn_rows(config, b, s, j + 1)
+                transpose_tile(config, b, s, j + 1)
                 gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, beside, s, j, part, h_part, last)
         if step == steps - 1 and not is_alone(loop):

@@ -117,9 +117,9 @@ def gather_after(
         gather_rows(config, b, x, share, following, 1 + ring_place(config, j))
 
 
-def turned_buffer(config: PrefillConfig, j: int) -> int:
-    """Return which buffer of turned rows tile j of a work tile uses: two in turn, or all of them
-    where they are used again.
+def transposed_buffer(config: PrefillConfig, j: int) -> int:
+    """Return which buffer of transposed rows tile j uses: two in turn, or all of a work tile where
+    they are used again.
     """
     return j if loads_in_parts(config.loop) else j % 2
 

@@ -59,11 +59,11 @@ class _RowTable(NamedTuple):
     """Row tiles on their way through an expert."""
 
     rows: Tiles  # gathered
-    turned: Tiles  # transposed
+    transposed: Tiles  # transposed
     own: Tiles  # this core's part of the projections, where the hidden axis is split
     other: Tiles  # the other core's
     inner: Tiles  # what the down projection takes
-    words: Tiles  # turned rows as MX words, if the weights are such
+    words: Tiles  # transposed rows as MX words, if the weights are such
     word_scales: Tiles
     inner_words: Tiles  # what the down projection takes, then
     inner_scales: Tiles
@@ -141,17 +141,20 @@ def row_table(config: PrefillConfig) -> _RowTable:
     apart = 2 * largest if config.shard.splits_h else 0
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
     inner: tuple[int, ...] = (i_rows, i_count, R)
-    turned, words = _turned(config, (h_axis.rows, h_axis.count, R)), tiles(0, (1, 1), nl.uint8)
+    transposed, words = (
+        _transposed(config, (h_axis.rows, h_axis.count, R)),
+        tiles(0, (1, 1), nl.uint8),
+    )
     inner_words = words
     if is_mx(config):
         fours = (whole_quadrants(h_axis.rows), fours_of(h_axis), R)
-        words = tiles(turned.number, fours, nl.uint8)
-        turned = tiles(2, (*fours, h_axis.group), nl.bfloat16)
+        words = tiles(transposed.number, fours, nl.uint8)
+        transposed = tiles(2, (*fours, h_axis.group), nl.bfloat16)
         halfway = (whole_quadrants(i_axis.rows), loop.in_parts, R)
         inner, inner_words = (*halfway, i_axis.group), tiles(largest, halfway, nl.uint8)
     return _RowTable(
         rows=tiles(row_places(loop), (R, width), nl.bfloat16),
-        turned=turned,
+        transposed=transposed,
         own=tiles(apart, exchanged, nl.float32),
         other=tiles(apart, exchanged, nl.float32),
         inner=tiles(max(largest, apart), inner, nl.bfloat16),
@@ -165,8 +168,8 @@ def row_table(config: PrefillConfig) -> _RowTable:
     )
 
 
-def _turned(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
-    """Return the buffers of turned rows; see `turned_buffer` for who uses which."""
+def _transposed(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
+    """Return the buffers of transposed rows; see `transposed_buffer` for who uses which."""
     loop, largest = config.loop, largest_work_tile_of(config)
     if loads_in_parts(loop):
         return tiles(largest, shape, nl.bfloat16)

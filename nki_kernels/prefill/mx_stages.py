@@ -1,4 +1,4 @@
-"""Stages of the prefill kernel for MX weights: turn rows into words, multiply words.
+"""Stages of the prefill kernel for MX weights: transpose rows into words, multiply words.
 
 Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate axis, quad:
 four tiles of the hidden axis, which hold the four elements of words.
@@ -19,22 +19,22 @@ from nki_kernels.prefill.buffers import Buffers
 from nki_kernels.prefill.config import PrefillConfig, mx_form
 
 
-def turn_into_words(
-    config: PrefillConfig, b: Buffers, rows_sb: nl.NkiTensor, turned: int, j: int
+def transpose_into_words(
+    config: PrefillConfig, b: Buffers, rows_sb: nl.NkiTensor, transposed: int, j: int
 ) -> None:
     """Transpose a row tile so that four elements lie side by side, and quantise it.
 
     Args:
         config, b: sizes and buffers.
         rows_sb: [R, H] rows.
-        turned: which buffer of words to fill.
+        transposed: which buffer of words to fill.
         j: the row tile.
     """
-    axis, R, fours_sb = config.h_axis, config.tile_rows, b.turned[j % 2]
+    axis, R, fours_sb = config.h_axis, config.tile_rows, b.transposed[j % 2]
     for quad in range(fours_of(axis)):
         first = quad * axis.group
         rows = rows_of(axis, first)
-        bank_ps = b.turn_ps[quad % len(b.turn_ps)]
+        bank_ps = b.transposed_ps[quad % len(b.transposed_ps)]
         for slot in range(axis.group):
             nisa.nc_transpose(
                 dst=bank_ps[0:rows, slot * R : (slot + 1) * R],
@@ -46,15 +46,20 @@ def turn_into_words(
             bank_ps[0:rows, 0 : axis.group * R],
             quad,
         )
-    quantize(b.words[turned], fours_sb, b.word_scales[turned])
+    quantize(b.words[transposed], fours_sb, b.word_scales[transposed])
 
 
 def multiply_words_in(
-    config: PrefillConfig, b: Buffers, buffer: int, turned: int, tile: int, bank_ps: nl.NkiTensor
+    config: PrefillConfig,
+    b: Buffers,
+    buffer: int,
+    transposed: int,
+    tile: int,
+    bank_ps: nl.NkiTensor,
 ) -> None:
     """Multiply a row tile with one tile of the gate and up words of a part."""
     form, rows, R = mx_form(config), config.i_axis.rows, config.tile_rows
-    words_sb, scales_sb = b.words[turned], b.word_scales[turned]
+    words_sb, scales_sb = b.words[transposed], b.word_scales[transposed]
     for half in range(2):
         dst_ps = bank_ps[0:rows, half, 0:R]
         project_words(form, dst_ps, b.gate_up[buffer], words_sb, scales_sb, half, tile)

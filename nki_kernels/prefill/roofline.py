@@ -211,9 +211,9 @@ def weights_ns(config: PrefillConfig) -> tuple[float, float]:
 def _evict_ns(config: PrefillConfig) -> float:
     """Return the time that Vector and Scalar engine together take to empty PSUM, for a row tile."""
     R, H, i_count = config.tile_rows, core_width(config), config.i_axis.count * config.loop.in_parts
-    turned = config.h_axis.count * R
-    columns = turned + H + 3 * i_count * R
-    instructions = -(-turned // 1024) + -(-H // 512) + 3 * i_count
+    transposed = config.h_axis.count * R
+    columns = transposed + H + 3 * i_count * R
+    instructions = -(-transposed // 1024) + -(-H // 512) + 3 * i_count
     chip = core(config.chip)
     return (columns + instructions * chip.vector_overhead_cycles) / 2 / chip.vector_cycles_per_ns
 

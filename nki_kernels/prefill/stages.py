@@ -1,4 +1,4 @@
-"""The stages of the prefill kernel on chip: turn, project in, project out, store.
+"""The stages of the prefill kernel on chip: transpose, project in, project out, store.
 
 Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate or hidden axis;
 h, i partitions of a tile of H or I.
@@ -37,16 +37,16 @@ from nki_kernels.prefill.config import (
     stored_rows,
     stores_pieces,
 )
-from nki_kernels.prefill.loads import row_buffer, turned_buffer
+from nki_kernels.prefill.loads import row_buffer, transposed_buffer
 from nki_kernels.prefill.mx_stages import (
     multiply_words_in,
     project_words_out,
     quantize_inner,
-    turn_into_words,
+    transpose_into_words,
 )
 
 
-def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+def transpose_tile(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Transpose the rows of a row tile, scaled first if the configuration says so."""
     rows_sb = b.rows[row_buffer(config, s, j)]
     if config.scaling == "pre":
@@ -57,10 +57,10 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
             operand0=b.scale[s][0 : config.tile_rows, j : j + 1],
         )
     if is_mx(config):
-        turn_into_words(config, b, rows_sb, turned_buffer(config, j), j)
+        transpose_into_words(config, b, rows_sb, transposed_buffer(config, j), j)
         return
-    turned_sb = b.turned[turned_buffer(config, j)]
-    transpose_rows(turned_sb, rows_sb, config.h_axis, b.turn_ps, config.tile_rows)
+    transposed_sb = b.transposed[transposed_buffer(config, j)]
+    transpose_rows(transposed_sb, rows_sb, config.h_axis, b.transposed_ps, config.tile_rows)
 
 
 def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -132,11 +132,11 @@ def multiply_in(
     of H.
     """
     if is_mx(config):
-        multiply_words_in(config, b, buffer, turned_buffer(config, j), tile, bank_ps)
+        multiply_words_in(config, b, buffer, transposed_buffer(config, j), tile, bank_ps)
         return
     h_axis, R = config.h_axis, bank_ps.shape[2]
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
-    turned_sb = b.turned[turned_buffer(config, j)]
+    transposed_sb = b.transposed[transposed_buffer(config, j)]
     for half in range(num_projections(config.formula)):
         for t in range(part_tiles(config)):
             of_all = h_part * part_tiles(config) + t
@@ -144,7 +144,7 @@ def multiply_in(
             nisa.nc_matmul(
                 dst=bank_ps[0:rows, half, 0:R],
                 stationary=b.gate_up[buffer][0:depth, t, half, columns],
-                moving=turned_sb[0:depth, of_all, 0:R],
+                moving=transposed_sb[0:depth, of_all, 0:R],
                 accumulate=of_all > 0,
             )
 

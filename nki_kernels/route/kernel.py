@@ -31,7 +31,7 @@ groups of equal size of at least 2; SBUF must hold router_weight^T.
 
 Cost: hidden is read once, router_weight once per core; per tile of 128 tokens H/128 transposes of
 the tile's rows and H/128 matmuls of E columns (four passes each if either operand is float32); two
-to four passes of E columns on the Vector engine, and a copy of a bank of turned rows at a time.
+to four passes of E columns on the Vector engine, and a copy of a bank of transposed rows at a time.
 Loads of the next tile overlap.
 
 Steps:
@@ -203,10 +203,10 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
         table, ahead = router_table(config, tokens.rows, 1), 0
     routed = _allocate_routed(config, table, tokens)
     # Engines work in order: a tile is chosen for while the next one is multiplied, the one after
-    # that turned, one more normalised, and the squares of two more added up.
+    # that transposed, one more normalised, and the squares of two more added up.
     squared = 2 * ahead
     early = squared + ahead if config.has_norm else 0
-    loaded, normed, turned, logits = [], [], [], []
+    loaded, normed, transposed, logits = [], [], [], []
     # What is constant is asked for where it is first used: no tile waits for more than it needs.
     squares_sb = allocate(table.squares)[0] if config.has_norm else None
     loaded.append(_load_hidden(x, squares_sb, config, table, tokens, 0))
@@ -219,11 +219,11 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
             normed.append(_normalize(first, x, constants, config, table, tokens, step - squared))
         if 0 <= step - early and step - early < tokens.count:
             rows_sb = normed.pop(0) if config.has_norm else loaded.pop(0).hidden_sb
-            turned.append(_turn_hidden(rows_sb, constants, table, step - early))
+            transposed.append(_transpose_hidden(rows_sb, constants, table, step - early))
         if step == early + ahead:
             _load_router(constants, x, config, table, tokens)
         if 0 <= step - early - ahead and step - early - ahead < tokens.count:
-            logits.append(_multiply(turned.pop(0), constants, config))
+            logits.append(_multiply(transposed.pop(0), constants, config))
         if 0 <= step - early - 2 * ahead:
             _choose_tile(
                 x, constants, config, routed, tokens, step - early - 2 * ahead, logits.pop(0)
@@ -384,9 +384,9 @@ def _load_router(
     for expert in range(0, num_experts, PARTITIONS):
         rows = min(PARTITIONS, num_experts - expert)
         source = router_weight_EH[expert : expert + rows, :]
-        _load_turned(weight_sb[:, :, expert : expert + rows], source)
+        _load_transposed(weight_sb[:, :, expert : expert + rows], source)
     if config.has_gate:
-        _load_turned(weight_sb[:, :, num_experts : num_rows(config)], x.gate_1H)
+        _load_transposed(weight_sb[:, :, num_experts : num_rows(config)], x.gate_1H)
     if config.formula.has_bias:
         constants.bias_sb = _repeat_row(x.bias_1E, allocate_rows(table.bias, used))
     if config.formula.has_selection_bias:
@@ -408,7 +408,7 @@ def _repeat_row(row_1X: nl.ndarray, repeated_sb: nl.ndarray) -> nl.ndarray:
     return repeated_sb
 
 
-def _load_turned(target_sb: nl.ndarray, source_RH: nl.ndarray) -> None:
+def _load_transposed(target_sb: nl.ndarray, source_RH: nl.ndarray) -> None:
     """Load rows of H and transpose them into [128 of H, C, rows]."""
     rows, hidden_size = source_RH.shape
     chunks = target_sb.shape[1]
@@ -440,26 +440,28 @@ def _turn(target_sb: nl.ndarray, source_sb: nl.ndarray, tile: int) -> None:
     number = tile * ((chunks + at_once - 1) // at_once)
     for first in range(0, chunks, at_once):
         count = min(at_once, chunks - first)
-        turned_ps = nl.ndarray((PARTITIONS, count, rows), source_sb.dtype, buffer=nl.psum)
+        transposed_ps = nl.ndarray((PARTITIONS, count, rows), source_sb.dtype, buffer=nl.psum)
         for chunk in range(count):
             start = (first + chunk) * PARTITIONS
             nisa.nc_transpose(
-                dst=turned_ps[:, chunk, :], data=source_sb[:, start : start + PARTITIONS]
+                dst=transposed_ps[:, chunk, :], data=source_sb[:, start : start + PARTITIONS]
             )
         engine = nisa.engine.scalar if number % _TURNS == 1 else nisa.engine.vector
-        nisa.tensor_copy(dst=target_sb[:, first : first + count, :], src=turned_ps, engine=engine)
+        nisa.tensor_copy(
+            dst=target_sb[:, first : first + count, :], src=transposed_ps, engine=engine
+        )
         number += 1
 
 
-def _turn_hidden(
+def _transpose_hidden(
     hidden_sb: nl.ndarray, constants: _RouterConstants, table: RouterTable, tile: int
 ) -> nl.ndarray:
     """Return rows of tokens as [128 of H, H / 128, rows]."""
     chunks = constants.weight_sb.shape[1]
     shape = (PARTITIONS, chunks, hidden_sb.shape[0])
-    turned_sb = nl.ndarray(shape, table.turned.dtype, buffer=nl.sbuf)
-    _turn(turned_sb, hidden_sb, tile)
-    return turned_sb
+    transposed_sb = nl.ndarray(shape, table.transposed.dtype, buffer=nl.sbuf)
+    _turn(transposed_sb, hidden_sb, tile)
+    return transposed_sb
 
 
 def _load_hidden(
@@ -566,14 +568,14 @@ def _apply_norm(
 
 
 def _multiply(
-    turned_sb: nl.ndarray, constants: _RouterConstants, config: RouterConfig
+    transposed_sb: nl.ndarray, constants: _RouterConstants, config: RouterConfig
 ) -> nl.ndarray:
     """Return the products of a tile, [rows, E] float32 in PSUM."""
-    rows = turned_sb.shape[2]
+    rows = transposed_sb.shape[2]
     num_chunks, num_experts = constants.weight_sb.shape[1:3]
     logits_ps = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.psum)
     for chunk in range(num_chunks):
         depth = min(PARTITIONS, config.hidden_size - chunk * PARTITIONS)
         weight_sb = constants.weight_sb[0:depth, chunk, :]
-        multiply_banks(logits_ps, turned_sb[0:depth, chunk, :], weight_sb, chunk > 0)
+        multiply_banks(logits_ps, transposed_sb[0:depth, chunk, :], weight_sb, chunk > 0)
     return logits_ps

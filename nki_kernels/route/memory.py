@@ -19,10 +19,10 @@ class RouterTable(NamedTuple):
     """The buffers of one core; H / 128 rounded up is C."""
 
     hidden: Tiles  # [128 tokens, 128 C], one per tile in flight, two more to normalise
-    normed: Tiles  # one per tile in flight; so is `turned`
+    normed: Tiles  # one per tile in flight; so is `transposed`
     squares: Tiles  # [128 tokens, H], one
     scaled: Tiles  # [128 tokens, columns that GpSimd normalises at once]
-    turned: Tiles  # [128 of H, C, 128 tokens]
+    transposed: Tiles  # [128 of H, C, 128 tokens]
     weight: Tiles  # [128 of H, C, E], transposed, and a gate's column
     norm_weight: Tiles  # [128, H], the same on all partitions; so are the next two
     bias: Tiles  # [128, E]
@@ -65,7 +65,7 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         squares=tiles(norms, (PARTITIONS, H), hidden),
         # Where tiles are worked on one after the other, nothing is gained by it.
         scaled=tiles(norms if in_flight > 1 else 0, (PARTITIONS, PIECE), nl.float32),
-        turned=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
+        transposed=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
         weight=tiles(1, (PARTITIONS, chunks, num_rows(config)), operand),
         # It has the type of its operand; float32 is the widest.
         norm_weight=tiles(norms, (PARTITIONS, H), nl.float32),
@@ -96,7 +96,7 @@ def sbuf_bytes(table: RouterTable) -> int:
         table.normed,
         table.squares,
         table.scaled,
-        table.turned,
+        table.transposed,
         table.weight,
         table.norm_weight,
         table.bias,

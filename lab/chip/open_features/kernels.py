@@ -47,20 +47,20 @@ def float8_beside_bfloat16(weight: nl.NkiTensor, x: nl.NkiTensor) -> nl.NkiTenso
 
 @nki.jit
 def gathered_transpose(x: nl.NkiTensor, rows: nl.NkiTensor) -> nl.NkiTensor:
-    """Return the rows of x [256, 128] bfloat16 that `rows` [128, 1] names, turned on the way.
+    """Return the rows of x [256, 128] bfloat16 that `rows` [128, 1] names, transposed on the way.
 
     An index is uint32, as documented; int32 is taken as it is, and a row out of range is left out.
     """
     rows_sb = loaded(rows)
-    turned_sb = nl.ndarray((128, 1, 1, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=turned_sb, value=0.0)
+    transposed_sb = nl.ndarray((128, 1, 1, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=transposed_sb, value=0.0)
     nisa.dma_transpose(
-        dst=turned_sb,
+        dst=transposed_sb,
         src=x.ap([[128, 128], [128, 1], [128, 1], [1, 128]], vector_offset=rows_sb),
         oob_mode=nisa.oob_mode.skip,
         dge_mode=nisa.dge_mode.swdge,
     )
-    return kept(turned_sb.reshape((128, 128)))
+    return kept(transposed_sb.reshape((128, 128)))
 
 
 @nki.jit

@@ -188,7 +188,7 @@ def _crowded(random: np.random.Generator) -> Any:
     return (x, _TILES), _TILES * x[:, 0:1]
 
 
-def _turned(random: np.random.Generator) -> Any:
+def _transposed(random: np.random.Generator) -> Any:
     x = random.normal(size=(256, 128)).astype(BF16)
     rows = random.permutation(256)[:128].astype(np.int32)
     rows[::5] = -1
@@ -392,7 +392,7 @@ OPEN_FEATURES: Final = (
         name="gathers that transpose and skip",
         question="does dma_transpose leave out rows whose index is out of range?",
         kernel=kernels.gathered_transpose,
-        problem=_turned,
+        problem=_transposed,
         danger="aws-neuron-sdk #1390: a skipped index may leave the device without an answer",
     ),
 )

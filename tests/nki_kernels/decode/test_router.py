@@ -12,7 +12,7 @@ import nki_sim
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.formula import RouterFormula
-from nki_kernels.decode.norm import load_norm, load_tokens, normalize, turn, turn_banks
+from nki_kernels.decode.norm import load_norm, load_tokens, normalize, transpose, transposed_banks
 from nki_kernels.decode.router import (
     gate_tokens,
     load_gate,
@@ -52,13 +52,13 @@ def norm_and_route(
     norm = load_norm(norm_weight, h_axis)
     router = load_router(router_weight, bias, selection_bias, formula, num_tokens)
     gate_sb = load_gate(gate)
-    banks_ps = turn_banks(h_axis, num_tokens)
+    banks_ps = transposed_banks(h_axis, num_tokens)
     x_sb = nl.ndarray(shape, nl.bfloat16, buffer=nl.sbuf)
     logits = []
     for number in range(len(tiles)):
-        rows = tiles[number].turned_sb.shape[2]
+        rows = tiles[number].transposed_sb.shape[2]
         first = number * 128
-        turn(tiles[number], h_axis, banks_ps)
+        transpose(tiles[number], h_axis, banks_ps)
         part = x_sb[:, :, first : first + rows]
         normalize(part, tiles[number], norm, h_axis, EPS)
         logits.append(make_logits(x_sb, first, rows, router, h_axis, num_experts, norm.ones_sb))
