@@ -439,7 +439,7 @@ ROWS = {
     "T70-bias-without-a-spare-row": Decode(
         70, 192, 128, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
     ),
-    "T100-sums-in-sbuf": Decode(100, 1088, 130, 5, 2, has_bias=True, options=SELECTIVE),
+    "T100-three-banks": Decode(100, 1088, 130, 5, 2, has_bias=True, options=SELECTIVE),
     "T128-many-banks": Decode(128, 5120, 32, 3, 1, options={**SELECTIVE, "scaling": "pre"}),
     "T90-e5m2-expert": Decode(
         90, 320, 64, 5, 2, has_bias=True, options={**E5M2, **SELECTIVE, "down_scale": "expert"}
@@ -455,7 +455,7 @@ def test_many_tokens_are_summed_in_rows(name: str, layout: str) -> None:
     problem = replace(ROWS[name], options={**ROWS[name].options, "layout": layout})
     config = problem.config()
     assert config.gives_rows
-    has_spare_row = layout == "packed" and name in ("T128-gpt-oss", "T100-sums-in-sbuf")
+    has_spare_row = layout == "packed" and name in ("T128-gpt-oss", "T100-three-banks")
     assert bias_is_inside(config) == has_spare_row
     check(problem)
 
