@@ -129,6 +129,23 @@ def test_the_command_runs_the_librarys_own_tests(tmp_path: Path) -> None:
     assert found["estimate_us"] == pytest.approx(found["chip_us"], rel=0.3)
 
 
+def test_the_command_runs_kernels_in_processes_and_counts_what_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "kernel_library/matmul"
+    for path, name in (
+        ("lhsT_rhs/kernel_hand_90.92mfu.py", "matmul_lhsT_rhs_nkigym"),
+        ("lhs_rhs/kernel_handtuned_89.26mfu.py", "of_another_name"),
+    ):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(KERNEL.replace("matmul_lhsT_rhs_nkigym", name))
+    out = tmp_path / "rows.json"
+    assert main(["--autotune", str(tmp_path), "--jobs", "2", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    [one] = found["rows"]
+    assert (one["family"], one["half"]) == ("matmul", "fitted")
+    assert one["low_us"] < one["estimate_us"] < one["chip_us"]
+    assert found["missed"] == {"matmul_lhs_rhs_nkigym: AttributeError": 1}
+
+
 def test_the_command_needs_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     with pytest.raises(ValueError, match="--library: name a checkout"):
