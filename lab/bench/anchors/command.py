@@ -14,7 +14,11 @@ import gc
 import os
 import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 from lab.bench.anchors.models import ANCHORS, measure
@@ -43,6 +47,31 @@ def row_of(point: Point, traces: Path | None, seconds: float) -> Row:
     )
 
 
+@cache
+def _points(library: Path | None, autotune: Path | None) -> dict[str, Point]:
+    """Return the points by name, the longest first: they share the processes best."""
+    return {point.kernel: point for point in reversed(find_points(library, autotune))}
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a process of its own needs to find and estimate a point by its name."""
+
+    library: Path | None
+    autotune: Path | None
+    traces: Path | None
+    seconds: float
+
+    def __call__(self, name: str) -> Row | str:
+        """Return the row, or why there is none."""
+        try:
+            return row_of(_points(self.library, self.autotune)[name], self.traces, self.seconds)
+        except Exception as error:  # noqa: BLE001  whatever a stranger's kernel or test raises
+            return f"{type(error).__name__}: {str(error)[:80]}"
+        finally:
+            gc.collect()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the table of families; return 0."""
     parser = Parser("bench anchors", __doc__)
@@ -54,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", action="store_true", help="whole models, too: minutes each")
     parser.add_argument("--traces", type=Path, help="folder to keep traces in, for the next run")
     parser.add_argument("--seconds", type=float, default=60.0, help="per kernel (default: 60)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)"
+    )
     parser.add_argument("--plot", type=Path, help="PNG or SVG to draw")
     options = parser.parse_args(argv)
     if options.library is None and options.autotune is None:
@@ -62,21 +94,23 @@ def main(argv: list[str] | None = None) -> int:
         )
     rows: list[Row] = []
     missed: Counter[str] = Counter()
-    points = find_points(options.library, options.autotune)
-    for number, point in enumerate(points, start=1):
-        if options.only and not any(word in point.kernel for word in options.only):
-            continue
-        try:
-            rows.append(row_of(point, options.traces, options.seconds))
-            outcome = f"{rows[-1].estimate_us / point.chip_us:.2f}"
-        except KeyboardInterrupt:
-            missed["stopped by the user"] = len(points) - number + 1
-            break
-        except Exception as error:  # noqa: BLE001  whatever a stranger's kernel or test raises
-            outcome = f"{type(error).__name__}: {str(error)[:80]}"
-            missed[f"{point.family}: {type(error).__name__}"] += 1
-        sys.stderr.write(f"{number}/{len(points)} {outcome}  {point.kernel[:100]}\n")
-        gc.collect()
+    checkouts = (options.library, options.autotune)
+    names = [
+        name
+        for name in _points(*checkouts)
+        if not options.only or any(word in name for word in options.only)
+    ]
+    task = _Task(*checkouts, options.traces, options.seconds)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        outcomes: Iterator[Row | str] = pool.map(task, names)
+        for number, (name, found) in enumerate(zip(names, outcomes, strict=True), start=1):
+            if isinstance(found, Row):
+                rows.append(found)
+                outcome = f"{found.estimate_us / found.chip_us:.2f}"
+            else:
+                outcome = found
+                missed[f"{name.split()[0]}: {found.split(':')[0]}"] += 1
+            sys.stderr.write(f"{number}/{len(names)} {outcome}  {name[:100]}\n")
     if options.models and options.library is not None:
         library = VendorLibrary(options.library)
         chosen = [a for a in ANCHORS if not options.only or any(w in a.name for w in options.only)]
