@@ -159,6 +159,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no-model": (["--model", "nowhere", "--reference", "transformers"], "there is no such folder"),
     "no-reference": (["--reference", "nowhere"], "model=nowhere: there is no such folder"),
     "sizes": (["--reference", "{small}"], "num_hidden_layers=5 of the model, 3 of the reference"),
+    "families": (["--reference", "{other}"], "'qwen3_moe' of the model, 'mixtral' of the refer"),
     "words": (["--prompt-ids", "1,two"], "prompt-ids='1,two': must be whole numbers"),
     "outside": (["--prompt-ids", "1,300"], "prompt-ids holds 300: must be below vocab_size=300"),
     "no-tokens": (["--tokens", "0"], "tokens=0"),
@@ -171,7 +172,10 @@ def test_wrong_use_is_told_in_one_sentence(
 ) -> None:
     given, message = BAD[case]
     small = str(write_small(tmp_path)) if case == "sizes" else ""
-    args = [part.format(small=small) for part in given]
+    other = str(tmp_path)
+    if case == "families":
+        write_checkpoint(FAMILIES["mixtral"].config(), tmp_path, seed=0)
+    args = [part.format(small=small, other=other) for part in given]
     capsys.readouterr()
     for name, value in (("--model", str(good)), ("--reference", str(good))):
         args += [] if name in args else [name, value]
