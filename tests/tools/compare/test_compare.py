@@ -113,7 +113,7 @@ def test_the_table_names_the_layer(
 
 ALONE = [
     each
-    for each in names(slow=FAMILIES.keys() - {"qwen3_moe", "dbrx"})
+    for each in names(slow=FAMILIES.keys() - {"qwen3_moe", "nemotron_h", "gemma4_text", "afmoe"})
     if find_model_file(FAMILIES[each.values[0]].model_type).Model.runs_layers_alone
 ]
 
@@ -133,8 +133,20 @@ def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> Non
 
 def test_layers_that_none_can_run_alone_are_refused(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["deepseek_v4"].config(), tmp_path, seed=1)
-    with pytest.raises(ValueError, match="model_type='deepseek_v4' take several"):
+    with pytest.raises(ValueError, match="model_type='deepseek_v4' take more than one residual"):
         LayerwiseModel(tmp_path, torch.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "gemma4_text"])
+def test_families_with_layers_of_their_own_are_within_the_rule(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(FAMILIES[name].config(), tmp_path, seed=1)
+    status, report = compare(
+        capsys, "--model", str(tmp_path), "--reference", "transformers", "--tokens", "8"
+    )
+    assert (status, report["first_over"]) == (0, None)
 
 
 @torch.inference_mode()
