@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.biased_routing import BiasedRoutingModel, prediction_blocks, read_limits
 from neuron_moe.models.channel_delta import ChannelDeltaAttention
@@ -23,7 +24,7 @@ from neuron_moe.models.deepseek_v3 import LatentAttention, latent_names
 from neuron_moe.models.delta_net import DeltaNetSizes
 from neuron_moe.models.hf_config import ConfigReader, respell
 from neuron_moe.models.kimi_linear import DEFAULTS, LAYER_TYPES, NAMES, KimiLinearConfig
-from neuron_moe.models.layers import GatedMLP, build_shared, clamped_silu, gated_moe
+from neuron_moe.models.layers import GatedMLP, build_shared, clamped_silu, gated, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_map, decoder_rules, expert_rules, mlp_rules
 from neuron_moe.moe import MoE
@@ -39,7 +40,6 @@ FIXED: dict[str, Any] = {  # what no published model has otherwise
     "tie_word_embeddings": False,  # transformers leaves them apart
     "moe_router_enable_expert_bias": True,
     "num_kv_heads_for_linear_attn": 0,
-    "hidden_act": "silu",
     "score_function": "sigmoid",
     "gated_attention_proj_granularity_type": "head_wise",
 }
@@ -65,6 +65,14 @@ class BailingHybridConfig(KimiLinearConfig):
     lowest_decay: float | None
     expert_limits: tuple[float, ...]
     shared_limits: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        KimiLinearConfig.__post_init__(self)
+        if self.hidden_act != "silu" and any((*self.expert_limits, *self.shared_limits)):
+            raise ValueError(
+                f"hidden_act={self.hidden_act!r}: must be 'silu', of which expert_swiglu_limit_list"
+                " and share_expert_swiglu_limit_list are limits. Correct config.json."
+            )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "BailingHybridConfig":
@@ -149,17 +157,21 @@ class Model(BiasedRoutingModel):
         """Return the attention of a layer."""
         if self.config.layer_types[layer] == LAYER_TYPES[1]:
             return LatentAttention(self.config, dtype, gates=1)
-        return BoundedDeltaAttention(self.config, dtype)
+        memory = BoundedDeltaAttention(self.config, dtype)
+        memory.activation = activation_of(self.config.hidden_act)
+        return memory
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
         """Return a MoE with a float32 router, or an MLP where the layer is dense."""
-        config, size = self.config, self.config.hidden_size
+        config, size, act = self.config, self.config.hidden_size, self.config.hidden_act
         if layer not in config.sparse_layers:
-            return GatedMLP(size, config.intermediate_size, dtype)
-        formula = clamped_silu(config.shared_limits[layer])
+            return GatedMLP(size, config.intermediate_size, dtype, act)
+        limit = config.shared_limits[layer]
+        formula = clamped_silu(limit) if limit else gated(act)
         shared = build_shared(size, config.shared_size or 0, dtype, formula=formula)
         router, inner = Router(config.router_spec), config.moe_intermediate_size
-        routed = clamped_silu(config.expert_limits[layer], is_before=True)
+        limit = config.expert_limits[layer]
+        routed = clamped_silu(limit, is_before=True) if limit else gated(act)
         return gated_moe(router, inner, dtype, backend, shared, formula=routed)
 
 

@@ -35,7 +35,7 @@ from neuron_moe.models.attention import (
 )
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import RMSNorm
-from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
+from neuron_moe.models.rope import DYNAMIC, RopeConfig, apply_rope, rope_tables
 from neuron_moe.moe import MoE
 
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
@@ -98,6 +98,14 @@ class DecoderConfig:
     def rotated_size(self) -> int:
         """How much of each head is rotated."""
         return int(self.head_dim * self.rope.part)
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence; a dynamic rotary embedding stretches them."""
+        positions = self.max_position_embeddings
+        if self.rope.kind != DYNAMIC or self.length_reason:
+            return positions
+        return int(positions * self.rope.factor)
 
     @property
     def kv_head_counts(self) -> set[int]:

@@ -104,6 +104,11 @@ class DeepseekV4Config(DecoderConfig):
             self.router_spec(layer)
 
     @property
+    def longest(self) -> int:
+        """Positions of the longest sequence: those of entries are not stretched."""
+        return self.max_position_embeddings
+
+    @property
     def reach(self) -> Reach:
         """How far back a token sees other tokens, and not entries of them."""
         return Reach(window=self.sliding_window)

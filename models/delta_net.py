@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from neuron_moe.activations import ACTIVATIONS
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import CacheShape, StateShape, StateView, need_view
 from neuron_moe.models.decoder import Tokens
@@ -98,9 +99,11 @@ class Recurrent(nn.Module):
         reach: None: no position is looked at again.
         cache_shape: nothing is kept of each token.
         core: see `Recurrence`.
+        activation: of what the short convolution gives, one of `activations.ACTIVATIONS`.
     """
 
     reach = None
+    activation = "silu"
     cache_shape: CacheShape = ()
     core: "Recurrence"
 
@@ -182,7 +185,8 @@ class DeltaLayer(Recurrent):
         sizes, (num_sequences, num_new) = self.sizes, inputs.mixed_USC.shape[:2]
         last_UwC, memory_UNDV = state
         mixed_USC, last_UwC = convolve(inputs, last_UwC, self.conv_weight)
-        parts = torch.split(F.silu(mixed_USC), sizes.parts, dim=-1)
+        mixed_USC = ACTIVATIONS[self.activation](mixed_USC)
+        parts = torch.split(mixed_USC, sizes.parts, dim=-1)
         heads = num_sequences, num_new, -1
         query, key = (_unit(part.view(*heads, sizes.key_size)) for part in parts[:2])
         value_UNSV = parts[2].view(*heads, sizes.value_size).transpose(1, 2)

@@ -24,7 +24,7 @@ class Decoder(Protocol):
 
     @property
     def config(self) -> Any:
-        """Facts with `vocab_size`, `max_position_embeddings` and `length_reason`."""
+        """Facts of `DecoderConfig`, with the longest sequence among them."""
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache."""
@@ -226,7 +226,7 @@ def _check_prompts(
 ) -> None:
     if not prompts:
         raise ValueError("prompts=[]: there is nothing to continue. Pass at least one prompt.")
-    vocab_size, limit = model.config.vocab_size, model.config.max_position_embeddings
+    vocab_size, limit = model.config.vocab_size, model.config.longest
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(
@@ -240,10 +240,12 @@ def _check_prompts(
                 " Use the tokenizer of this checkpoint."
             )
         if len(prompt) + options.max_new_tokens > limit:
+            positions = model.config.max_position_embeddings
+            factor = f" x {model.config.rope.factor:g} (dynamic rope)" if limit > positions else ""
             raise ValueError(
                 f"prompts[{row}] has {len(prompt)} tokens and max_new_tokens="
-                f"{options.max_new_tokens}: together they exceed max_position_embeddings={limit}"
-                f"{model.config.length_reason}. Shorten one of them."
+                f"{options.max_new_tokens}: together they exceed max_position_embeddings="
+                f"{positions}{factor}{model.config.length_reason}. Shorten one of them."
             )
     if not 0 <= options.pad_token_id < vocab_size:
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -111,8 +112,6 @@ def _read_layer_types(reader: ConfigReader) -> tuple[str, ...]:
     kinds = reader.get_strings("layer_types") or reader.get_strings("layers_block_type")
     usual = LAYER_TYPES[:1] * reader.get("num_hidden_layers", int)
     types = tuple(OLD_TYPES.get(kind, kind) for kind in kinds or usual)
-    if LAYER_TYPES[0] in types:
-        reader.require("hidden_act", "silu")  # which memories use too
     reader.require("normalization_function", "rmsnorm")
     reader.require("mamba_proj_bias", False)
     reader.ignore(*(f"mamba_{name}" for name in ("n_heads", "n_groups", "d_state", "d_head")))
@@ -173,7 +172,10 @@ class Model(DecoderModel):
         config = self.config
         if config.layer_types[layer] == LAYER_TYPES[0] and config.mamba is not None:
             has_bias = config.mamba_conv_bias
-            return Mamba2(config.mamba, config.rms_norm_eps, 0.0, dtype, has_conv_bias=has_bias)
+            eps = config.rms_norm_eps
+            memory = Mamba2(config.mamba, eps, 0.0, dtype, has_conv_bias=has_bias)
+            memory.activation = activation_of(config.hidden_act)
+            return memory
         bias = PROJECTIONS if config.attention_bias else ()
         attention = GroupedAttention(config, dtype, bias=bias, turns=config.is_rotated)
         if config.attention_multiplier is not None:

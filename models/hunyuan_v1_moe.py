@@ -120,7 +120,8 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
         return rope
     if alpha < 1 or head_dim <= 2:
         raise ValueError(f"alpha={alpha}: must be at least 1. Correct the rope section.")
-    return replace(rope, theta=rope.theta * alpha ** (head_dim / (head_dim - 2)))
+    theta = rope.theta * alpha ** (head_dim / (head_dim - 2))
+    return replace(rope, theta=theta, kind="default", factor=1.0)
 
 
 class Attention(GroupedAttention):

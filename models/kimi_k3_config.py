@@ -65,6 +65,7 @@ class KimiK3Config(KimiLinearConfig):
         if text.get("hidden_act") == "situ":
             text = {**text, "hidden_act": "silu"}
         reader = open_config(text, *SITU_KEYS)
+        reader.require("hidden_act", "silu")
         section = ConfigReader(reader.get_section("linear_attn_config"), "linear_attn_config")
         section.require("use_full_rank_gate", True)
         bound = section.get_optional("gate_lower_bound", float)

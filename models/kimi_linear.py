@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.biased_routing import BiasedRoutingModel
 from neuron_moe.models.decoder import Tokens, check_layer_types
@@ -96,7 +97,6 @@ def open_config(config: Mapping[str, Any], *ignored: str) -> ConfigReader:
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     given = {**respell(config, NAMES), "num_key_value_heads": heads}
     reader = ConfigReader.of_family(given, "kimi_linear", *OTHER_KEYS, *ignored)
-    reader.require("hidden_act", "silu")  # which linear attention reads too
     reader.require("tie_word_embeddings", False)  # transformers leaves them apart
     reader.require("mla_use_nope", True)
     reader.require("moe_router_activation_func", "sigmoid")
@@ -164,7 +164,9 @@ class Model(BiasedRoutingModel):
         config = self.config
         if config.layer_types[layer] == "full_attention":
             return PlainLatentAttention(config, dtype)
-        return KimiDeltaAttention(config.delta, config.rms_norm_eps, dtype)
+        memory = KimiDeltaAttention(config.delta, config.rms_norm_eps, dtype)
+        memory.activation = activation_of(config.hidden_act)
+        return memory
 
 
 def weight_map(config: KimiLinearConfig) -> WeightMap:

@@ -22,11 +22,16 @@ from neuron_moe.models.loader import load_model, read_config
 from neuron_moe.models.routing_trace import recorded_load
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream, special_tokens
-from neuron_moe.models.whole_model import TARGETS, Serving, ServingPlan, plan_serving
+from neuron_moe.models.whole_model import (
+    TARGETS,
+    Serving,
+    ServingPlan,
+    plan_model,
+    plan_serving,
+)
 from neuron_moe.parallel.topology import instance
 from neuron_moe.planner.coefficients import Machine
 from neuron_moe.planner.search import synthetic_routings
-from neuron_moe.planner.sizes import ModelSizes
 
 Message = Mapping[str, str]
 
@@ -237,7 +242,7 @@ class LanguageModel:
         machine: str = "trn2.48xlarge",
         *,
         target: str = TARGETS[0],
-        prompt: int = 8192,
+        prompt: int | None = None,
         batch: int = 64,
         context: int | None = None,
     ) -> ServingPlan:
@@ -246,21 +251,23 @@ class LanguageModel:
         Args:
             machine: an instance of AWS.
             target: what counts: "throughput", "ttft" or "tpot".
-            prompt: tokens of a prompt.
+            prompt: tokens of a prompt; None: 8,192, or fewer where the model ends before.
             batch: sequences that are decoded at once.
-            context: positions of a sequence; None: the prompt and 1,024 more.
+            context: positions of a sequence; None: the prompt and 1,024 more, as far as there are.
+
+        Raises:
+            ValueError: more positions than the model has, or a model that is not planned.
         """
         folder = self.prompting.folder
-        raw_config = read_config(folder)
-        sizes = ModelSizes.from_config(folder.name, raw_config)
+        planned = plan_model(folder.name, read_config(folder))
+        serving = Serving.of(planned, prompt, batch, context)
         load_E, _ = recorded_load(None)
-        routings = synthetic_routings(sizes, max(prompt, batch), load_E)
+        routings = synthetic_routings(planned.sizes, max(serving.prompt, batch), load_E)
         return plan_serving(
-            raw_config,
+            planned,
             Machine.build(instance(machine)),
-            sizes,
             routings["zipf" if load_E is None else "recorded"][1],
-            Serving.of(sizes, prompt, batch, context),
+            serving,
             target,
         )
 

@@ -19,10 +19,8 @@ from neuron_moe.checkpoint import (
 )
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, find_model_file, read_config
+from neuron_moe.moe import MoE
 from neuron_moe.router import Router
-
-_HEAD, _HEAD_BIAS = "lm_head.weight", "lm_head.bias"
-_EMBEDDING = "embed_tokens.weight"
 
 
 class LayerRun(NamedTuple):
@@ -30,7 +28,8 @@ class LayerRun(NamedTuple):
 
     Attributes:
         hidden_USH: [U, S, H] the residual stream after it.
-        feed_forward_in_USH: [U, S, H] what its feed-forward part was given.
+        feed_forward_in_USH: [U, S, H] what its router was given; what it ended with where it has
+            none.
     """
 
     hidden_USH: Tensor
@@ -47,8 +46,7 @@ class LayerwiseModel:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: config.json, a name or a shape is not as it must be, or layers need more than
-            one residual stream.
+        ValueError: config.json, a name or a shape is not as it must be, or no layer runs alone.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, **model_options: Any) -> None:
@@ -56,8 +54,9 @@ class LayerwiseModel:
         self._model = cast(DecoderModel, model.eval().requires_grad_(False))
         if not self._model.runs_layers_alone:
             raise ValueError(
-                f"{folder}: layers of model_type={read_config(folder)['model_type']!r} take several"
-                " residual streams and token ids, so none runs alone. Compare logits of the whole."
+                f"{folder}: layers of model_type={read_config(folder)['model_type']!r} take more"
+                " than one residual stream and one attention, so none runs alone. Compare logits of"
+                " the whole."
             )
         self.config = self._model.config
         weight_map = find_model_file(read_config(folder)["model_type"]).weight_map(self.config)
@@ -71,16 +70,15 @@ class LayerwiseModel:
 
     def embed(self, input_ids_US: Tensor) -> Tensor:
         """Return the residual stream before the first layer, [U, S, H]."""
-        weight_VH = self._read(_EMBEDDING)[_EMBEDDING]
-        return nn.functional.embedding(input_ids_US, weight_VH)
+        embedding = self._fill(self._model.embed_tokens, "embed_tokens.")
+        with torch.inference_mode():
+            return self._with(embed_tokens=embedding).embed(input_ids_US)
 
     def run_layer(self, index: int, hidden_USH: Tensor) -> LayerRun:
         """Read a layer, run it on sequences without padding, and forget it."""
         layer = self._fill(self._model.layers[index], f"layers.{index}.")
         seen: list[Tensor] = []
-        handle = layer.post_attention_layernorm.register_forward_hook(
-            lambda _module, _args, normed_USH: seen.append(normed_USH)
-        )
+        handle = _listen(layer.moe, seen) if layer.is_sparse else None
         shape = hidden_USH.shape[:2]
         places_US = torch.arange(shape[1]).expand(shape)
         real_US = torch.ones(shape, dtype=torch.bool)
@@ -88,8 +86,10 @@ class LayerwiseModel:
         view = self._model.make_views(real_US, places_US, 0, None)[index]
         with torch.inference_mode():
             out_USH = layer(hidden_USH, tokens, view)
-        handle.remove()
-        return LayerRun(out_USH, seen[0].view_as(hidden_USH))  # a sparse layer norms rows of tokens
+        if handle is not None:
+            handle.remove()
+        # A sparse layer norms rows of tokens.
+        return LayerRun(out_USH, seen[0].view_as(hidden_USH) if seen else out_USH)
 
     def read_router(self, index: int) -> Router | None:
         """Return the router of a layer; None where it is dense."""
@@ -100,12 +100,20 @@ class LayerwiseModel:
 
     def compute_logits(self, hidden_USH: Tensor) -> Tensor:
         """Return logits [U, S, V] of the residual stream after the last layer."""
+        head = copy.deepcopy(self._model.lm_head)
+        if self._model.config.tie_word_embeddings:
+            head.weight = self._fill(self._model.embed_tokens, "embed_tokens.").weight
+        else:
+            head = self._fill(head, "lm_head.")
         norm = self._fill(self._model.norm, "norm.")
-        is_tied = self._model.config.tie_word_embeddings
-        ((_, weight_VH),) = self._read(_EMBEDDING if is_tied else _HEAD).items()
-        bias_V = self._read(_HEAD_BIAS).get(_HEAD_BIAS)
         with torch.inference_mode():
-            return nn.functional.linear(norm(hidden_USH), weight_VH, bias_V)
+            return self._with(norm=norm, lm_head=head).compute_logits(hidden_USH)
+
+    def _with(self, **parts: nn.Module) -> DecoderModel:
+        """Return the model with some of its parts in place of those without weights."""
+        model = copy.copy(self._model)
+        model.__dict__["_modules"] = {**model._modules, **parts}
+        return model
 
     def _read(self, prefix: str) -> dict[str, Tensor]:
         """Read the parameters whose names begin so."""
@@ -119,3 +127,10 @@ class LayerwiseModel:
         state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         part.load_state_dict(state, assign=True)
         return part.requires_grad_(False)
+
+
+def _listen(moe: MoE, seen: list[Tensor]) -> Any:
+    """Keep what the router of a layer is given; return what ends it."""
+    if moe.rmsnorm is not None:
+        return moe.rmsnorm.register_forward_hook(lambda _module, _args, out: seen.append(out))
+    return moe.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))

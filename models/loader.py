@@ -7,6 +7,7 @@ further model types, it lists them in `ALIASES`.
 """
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,9 @@ from torch import nn
 
 import neuron_moe.models
 from neuron_moe.checkpoint import Checkpoint, Progress, Shard, load_weights, open_checkpoint
-from neuron_moe.errors import check_choice
+from neuron_moe.errors import check_choice, reject_unknown
 from neuron_moe.experts import RoutedExperts
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.other_files import what_it_is, what_lies_in
@@ -32,6 +34,8 @@ from neuron_moe.weights.linear import ExpertLinear
 
 CONFIG_FILE = "config.json"
 MODEL_FILE_EXPORTS = ("Config", "Model", "weight_map")
+# Of `load` and `load_model`, beside those of the model.
+_LOAD_OPTIONS = ("download", "shard", "progress", "product_form", "tuning")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -178,6 +182,14 @@ def parse_config(raw_config: Mapping[str, Any], where: str | Path) -> tuple[Modu
 
 
 def _build(model_file: ModuleType, config: Any, **options: Any) -> nn.Module:
+    known = {  # also what a class only hands on to the next one
+        name
+        for each in model_file.Model.__mro__
+        if issubclass(each, DecoderModel)
+        for name, given in inspect.signature(each.__init__).parameters.items()
+        if given.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    reject_unknown("load", options, {*_LOAD_OPTIONS, *known})
     # On the meta device parameters have a shape and no memory, until the loaded ones replace them.
     with torch.device("meta"):
         model: nn.Module = model_file.Model(config, **options)

@@ -169,6 +169,7 @@ class Model(DecoderModel):
     """LongCat-Flash for generation."""
 
     config: LongcatFlashConfig
+    runs_layers_alone = False
 
     def build_layer(self, layer: int, dtype: torch.dtype, backend: str) -> ShortcutLayer:
         """Return a layer."""

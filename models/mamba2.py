@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from neuron_moe.activations import ACTIVATIONS
 from neuron_moe.checkpoint import Rule
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import StateShape, StateView
@@ -131,7 +132,8 @@ class Mamba2(Recurrent):
         sizes, num_new = self.sizes, inputs.mixed_USC.shape[1]
         last_UwC, memory_UNDV = state
         mixed_USC, last_UwC = convolve(inputs, last_UwC, self.conv_weight, self.conv_bias)
-        value, key, query = torch.split(F.silu(mixed_USC), sizes.parts, dim=-1)
+        mixed_USC = ACTIVATIONS[self.activation](mixed_USC)
+        value, key, query = torch.split(mixed_USC, sizes.parts, dim=-1)
         group = sizes.num_heads // sizes.num_groups
         value_UNSV = value.reshape(*value.shape[:2], -1, sizes.value_size).transpose(1, 2)
         key_UNSD, query_UNSD = (

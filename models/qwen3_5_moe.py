@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.decoder import (
@@ -82,7 +83,6 @@ class Qwen35MoeConfig(DecoderConfig):
         text, vision_layers = read_text_section(config, "qwen3_5_moe", "depth", IMAGE_KEYS)
         reader = ConfigReader.of_family(text, "qwen3_5_moe_text", *OTHER_KEYS)
         reader.require("attention_bias", False)
-        reader.require("hidden_act", "silu")  # which linear attention reads too
         reader.require("attn_output_gate", True)
         reader.require("mamba_ssm_dtype", "float32")
         reader.require("output_gate_type", "swish")
@@ -161,7 +161,9 @@ class Model(DecoderModel):
         config = self.config
         if config.layer_types[layer] == "full_attention":
             return GatedAttention(config, dtype)
-        return GatedDeltaNet(config.linear_attention, config.rms_norm_eps, dtype)
+        memory = GatedDeltaNet(config.linear_attention, config.rms_norm_eps, dtype)
+        memory.activation = activation_of(config.hidden_act)
+        return memory
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
         """Return a MoE with a float32 softmax router and a gated shared expert."""
@@ -172,8 +174,9 @@ class Model(DecoderModel):
             RouterFormula(top_k=config.num_experts_per_tok, renormalize=True),
         )
         width = config.shared_expert_intermediate_size
-        shared = build_shared(config.hidden_size, width, dtype, "silu", is_gated=True)
-        return gated_moe(router, config.moe_intermediate_size, dtype, backend, shared)
+        act, inner = config.hidden_act, config.moe_intermediate_size
+        shared = build_shared(config.hidden_size, width, dtype, act, is_gated=True)
+        return gated_moe(router, inner, dtype, backend, shared, hidden_act=act)
 
 
 def weight_map(config: Qwen35MoeConfig) -> WeightMap:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.decoder import DecoderModel, check_layer_types
 from neuron_moe.models.delta_net import DeltaNetSizes, GatedDeltaNet
@@ -53,7 +54,6 @@ class Qwen3NextConfig(GatedSharedConfig):
         reader = ConfigReader.of_family(config, "qwen3_next")
         reader.require("attention_bias", False)
         reader.require("use_sliding_window", False)
-        reader.require("hidden_act", "silu")  # which linear attention reads too
         shared = "shared_expert_intermediate_size"
         return cls.read(
             reader,
@@ -85,7 +85,10 @@ class Model(DecoderModel):
         config = self.config
         if config.layer_types[layer] == "full_attention":
             return GatedAttention(config, dtype)
-        return GatedDeltaNet(config.linear_attention, config.rms_norm_eps, dtype, is_fused=True)
+        sizes, eps = config.linear_attention, config.rms_norm_eps
+        memory = GatedDeltaNet(sizes, eps, dtype, is_fused=True)
+        memory.activation = activation_of(config.hidden_act)
+        return memory
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
         """Return a MoE with a gated shared expert, or an MLP where the layer is dense."""

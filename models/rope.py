@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain, linear, YaRN and Llama 3, as Hugging Face checkpoints mean it.
+"""Rotary position embedding: plain, linear, dynamic, YaRN and Llama 3, as Hugging Face means it.
 
 YaRN: B. Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
 arXiv 2309.00071, sections 3.2 (frequencies blended by wavelength) and 3.4 (attention factor).
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from neuron_moe.models.hf_config import ConfigReader
 
-KINDS = ("default", "linear", "yarn", "llama3")
+# The base grows with a sequence that is longer than the context.
+DYNAMIC = "dynamic"
+KINDS = ("default", "linear", DYNAMIC, "yarn", "llama3")
 # Of Gemma 4 alone, whose reader asks for it: what is rotated lies in both halves of a head.
 PROPORTIONAL = "proportional"
 # Of Phi-3.5-MoE alone, whose reader asks for it, up to the original context.
 LONGROPE = "longrope"
-# Stretches the embedding beyond max_position_embeddings alone, which no sequence here exceeds.
-_DYNAMIC = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RopeConfig:
     Attributes:
         theta: base of the geometric series of frequencies.
         kind: of KINDS, or PROPORTIONAL; this and "linear" read `factor`, "yarn" the fields below up
-            to `mscale_all_dim`, "llama3" the first two and the factors of frequency.
+            to `mscale_all_dim`, DYNAMIC the first two, "llama3" these and the factors of frequency.
         factor: by how much the context grew over `original_max_position_embeddings`.
         beta_fast: rotations over the original context above which a frequency is kept.
         beta_slow: rotations below which a frequency is divided by `factor`.
@@ -155,7 +155,6 @@ class RopeConfig:
             key = "partial_rotary_factor"
             given = fields.get_optional(key, float), reader.get_optional(key, float)
             more["part"] = next((part for part in given if part is not None), default_part)
-        kind = "default" if kind == _DYNAMIC else kind
         config = cls(theta=theta, kind=kind, is_interleaved=is_interleaved, **more)
         fields.finish()
         return config
@@ -167,10 +166,10 @@ def _first(*values: float | None) -> float | None:
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in (*KINDS, _DYNAMIC):
+    if kind not in KINDS:
         raise ValueError(
-            f"rope_type={kind!r}: must be {' or '.join(map(repr, (*KINDS, _DYNAMIC)))}. No other"
-            " scaling is implemented; add it to models/rope.py."
+            f"rope_type={kind!r}: must be {' or '.join(map(repr, KINDS))}. No other scaling is"
+            " implemented; add it to models/rope.py."
         )
 
 
@@ -184,11 +183,11 @@ def _read_fields(kind: str, fields: ConfigReader, context: int | None) -> dict[s
     """
     _check_kind(kind)
     original = "original_max_position_embeddings"
-    if kind == _DYNAMIC:
-        fields.get("factor", float)
-        fields.ignore(original)
-    if kind in ("default", _DYNAMIC):
+    if kind == "default":
         return {}
+    if kind == DYNAMIC:  # in transformers too the section does not say the context
+        fields.ignore(original)
+        return {"factor": fields.get("factor", float), original: context or 0}
     if kind == "linear":
         fields.ignore(original)
         return {"factor": fields.get("factor", float)}
@@ -214,10 +213,15 @@ def _read_fields(kind: str, fields: ConfigReader, context: int | None) -> dict[s
 def rope_frequencies(
     config: RopeConfig, head_size: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, float]:
-    """Return inverse frequencies `[D / 2]` float32 in radians, and the scale of cos and sin."""
+    """Return inverse frequencies `[D / 2]` float32 in radians, and the scale of cos and sin.
+
+    Those of a DYNAMIC embedding are of sequences within the context.
+    """
     exponent_d = torch.arange(0, head_size, 2, device=device).float() / head_size
     wavelength_d = config.theta**exponent_d
-    if config.kind in ("default", "linear"):
+    if config.kind in ("default", DYNAMIC):
+        return 1.0 / wavelength_d, 1.0
+    if config.kind == "linear":
         return 1.0 / wavelength_d / config.factor, 1.0
     if config.kind == PROPORTIONAL:
         rotated = int(config.part * head_size // 2)
@@ -236,9 +240,15 @@ def rope_frequencies(
 
 
 def rope_tables(config: RopeConfig, head_size: int, positions_US: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin `[U, S, D / 2]` float32 of positions counted within each sequence."""
-    frequencies_d, scale = rope_frequencies(config, head_size, positions_US.device)
-    angle_USd = positions_US[..., None].float() * frequencies_d
+    """Return cos and sin `[U, S, D / 2]` float32 of positions counted within each sequence.
+
+    A DYNAMIC embedding turns the new tokens of a sequence as its length now asks for, and leaves
+    the keys that are in the cache as they were, as transformers does for a sequence by itself.
+    """
+    frequencies, scale = rope_frequencies(config, head_size, positions_US.device)
+    if config.kind == DYNAMIC:
+        frequencies = _grown_frequencies(config, head_size, positions_US)
+    angle_USd = positions_US[..., None].float() * frequencies
     return angle_USd.cos() * scale, angle_USd.sin() * scale
 
 
@@ -263,6 +273,15 @@ def apply_rope(
     if rotated_size == x_USND.shape[-1]:
         return rotated
     return torch.cat((rotated, x_USND[..., rotated_size:]), dim=-1)
+
+
+def _grown_frequencies(config: RopeConfig, head_size: int, positions_US: Tensor) -> Tensor:
+    """Return inverse frequencies [U, 1, D / 2] of a base that grows with the sequence."""
+    context, factor = config.original_max_position_embeddings, config.factor
+    length_U1 = (positions_US.amax(dim=1, keepdim=True) + 1).clamp(min=context)
+    growth_U1 = factor * length_U1 / context - (factor - 1)
+    base_U11 = config.theta * growth_U1.unsqueeze(2) ** (head_size / (head_size - 2))
+    return 1.0 / base_U11 ** (torch.arange(0, head_size, 2, device=base_U11.device) / head_size)
 
 
 def _llama3_frequencies(config: RopeConfig, frequency_d: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 _OTHER_NAMES = {"gelu_pytorch_tanh": "gelu_tanh"}  # in config.json: ours
-HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
+HIDDEN_ACTIVATIONS = (
+    *("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "relu2", "sigmoid", "silu", "tanh"),
+)
 
 
 def activation_of(hidden_act: str) -> str:

@@ -13,6 +13,7 @@ from neuron_moe.models.whole_model.dense_time import (
 )
 from neuron_moe.models.whole_model.layers import LayerKind, layer_kinds
 from neuron_moe.models.whole_model.memory import RankMemory, ServingLoad, rank_memory
+from neuron_moe.models.whole_model.planned import PlannedModel, plan_model
 from neuron_moe.models.whole_model.serving import (
     TARGETS,
     Serving,
@@ -30,6 +31,7 @@ __all__ = [
     "DenseTimes",
     "LayerKind",
     "PartTime",
+    "PlannedModel",
     "RankMemory",
     "Serving",
     "ServingLoad",
@@ -40,6 +42,7 @@ __all__ = [
     "best_first",
     "dense_times",
     "layer_kinds",
+    "plan_model",
     "plan_serving",
     "rank_memory",
     "serving_layouts",

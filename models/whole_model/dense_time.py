@@ -206,8 +206,11 @@ def shared_experts_time(
 
 
 def _layer_parts(rank: _Rank, kind: LayerKind, hidden: int) -> list[PartTime]:
-    attention, ff = kind.attention, kind.feed_forward
+    attention, dense = kind.attention, kind.beside
     tokens = rank.work.tokens
+    if not isinstance(kind.feed_forward, MoE):
+        dense = kind.feed_forward
+    halves = sum(part is not None for part in (attention, kind.feed_forward))
 
     def part(name: str, found: tuple[float, str, int]) -> PartTime:
         us, bound, count = found
@@ -215,21 +218,26 @@ def _layer_parts(rank: _Rank, kind: LayerKind, hidden: int) -> list[PartTime]:
             kind=kind.name, name=name, count=kind.count, us=us, bound=bound, instructions=count
         )
 
-    core = _recurrence if attention.reach is None else _attention
-    found = [
-        part("norms", _norms(rank, hidden)),
-        part("attention projections", _linears(rank, attention, "self_attn", tokens)),
-        part("attention", core(rank, attention)),
-    ]
-    if not isinstance(ff, MoE):
-        found.append(part("dense layer", _linears(rank, ff, "mlp", tokens)))
+    found = [part("norms", _norms(rank, hidden, halves))]
+    if attention is not None:
+        core = _recurrence if attention.reach is None else _attention
+        found += [
+            part("attention projections", _linears(rank, attention, "self_attn", tokens)),
+            part("attention", core(rank, attention)),
+        ]
+    if dense is not None:
+        found.append(part("dense layer", _linears(rank, dense, "mlp", tokens)))
     return found
 
 
 def _collectives(rank: _Rank, kind: LayerKind, hidden: int) -> list[Collective]:
     work, ranks = rank.work, rank.spread.ranks
     size = work.tokens * hidden * ROW_BYTES
-    found = around("attention", rank.machine, size, ranks, is_split=rank.is_split)
+    found: list[Collective] = []
+    if kind.attention is not None:
+        found = around("attention", rank.machine, size, ranks, is_split=rank.is_split)
+    if kind.feed_forward is None:
+        return found
     if isinstance(kind.feed_forward, MoE):
         top_k = kind.feed_forward.router.spec.top_k
         return found + around_experts(
@@ -342,12 +350,12 @@ def _recurrence(rank: _Rank, layer: Any) -> tuple[float, str, int]:
     return (*_longest(times), ceil(cycles / min(columns, _MOVING)))
 
 
-def _norms(rank: _Rank, hidden: int) -> tuple[float, str, int]:
-    """Return time, bound and instructions of both norms of a layer, and of both residual sums."""
+def _norms(rank: _Rank, hidden: int, count: int) -> tuple[float, str, int]:
+    """Return time, bound and instructions of the norms of a layer, and of as many residual sums."""
     chip, machine, tokens = rank.machine.instance.chip, rank.machine, rank.own_tokens
-    tiles = 2 * ceil(tokens / chip.partitions) * (_NORM_PASSES + 1)
+    tiles = count * ceil(tokens / chip.partitions) * (_NORM_PASSES + 1)
     vector_ns = tiles * hidden / chip.vector_clock_ghz / machine.lnc
-    moved = 2 * 3 * tokens * hidden * ROW_BYTES
+    moved = count * 3 * tokens * hidden * ROW_BYTES
     times = {"vector engine": vector_ns, "HBM": moved / machine.hbm_bytes_per_ns}
     return (*_longest(times), tiles)
 

@@ -16,14 +16,16 @@ class LayerKind:
     Attributes:
         name: such as "window 128, experts".
         layers: their numbers.
-        attention: of the first of them.
-        feed_forward: of the first of them, a `MoE` where it has experts.
+        attention: of the first of them; None where it has none.
+        feed_forward: of the first of them, a `MoE` where it has experts; None where it has none.
+        beside: an MLP that stands beside the experts.
     """
 
     name: str
     layers: tuple[int, ...]
     attention: Any
-    feed_forward: nn.Module
+    feed_forward: nn.Module | None
+    beside: nn.Module | None = None
 
     @property
     def count(self) -> int:
@@ -49,12 +51,17 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
     kinds = []
     for found in numbers.values():
         first = layers[found[0]]
+        attention = None if first.self_attn.core is None else first.self_attn
+        mlp = getattr(first, "mlp", None)
+        feed_forward = first.moe if first.is_sparse else mlp
+        names = _attention_name(attention), _feed_forward_name(feed_forward)
         kinds.append(
             LayerKind(
-                name=f"{_attention_name(first.self_attn)}, {_feed_forward_name(first)}",
+                name=", ".join(name for name in names if name),
                 layers=tuple(found),
-                attention=first.self_attn,
-                feed_forward=first.moe if first.is_sparse else first.mlp,
+                attention=attention,
+                feed_forward=feed_forward,
+                beside=mlp if first.is_sparse else None,
             )
         )
     return kinds
@@ -67,6 +74,8 @@ def _signature(layer: Any) -> Hashable:
 
 
 def _attention_name(attention: Any) -> str:
+    if attention is None:
+        return ""
     reach = attention.reach
     if reach is None:
         return "recurrent"
@@ -74,7 +83,9 @@ def _attention_name(attention: Any) -> str:
     return limits[0] if limits else "full attention"
 
 
-def _feed_forward_name(layer: Any) -> str:
-    if not layer.is_sparse:
+def _feed_forward_name(feed_forward: Any) -> str:
+    if feed_forward is None:
+        return ""
+    if not isinstance(feed_forward, MoE):
         return "dense"
-    return "experts" if layer.moe.shared_experts is None else "routed and shared experts"
+    return "experts" if feed_forward.shared_experts is None else "routed and shared experts"

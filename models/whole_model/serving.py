@@ -6,19 +6,18 @@ and shared experts by the planner's `layer_cost`, on the busiest rank of a drawn
 bounds from below, so layouts are ranked, not promised.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from neuron_moe.errors import check_choice, check_positive_int
-from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import Spread
 from neuron_moe.models.whole_model.dense_time import StepWork, dense_times
 from neuron_moe.models.whole_model.memory import ServingLoad, rank_memory
+from neuron_moe.models.whole_model.planned import PlannedModel
 from neuron_moe.parallel.config import ParallelConfig, divisors
 from neuron_moe.planner.coefficients import Machine
 from neuron_moe.planner.layer_cost import RoutedTokens, layer_cost
@@ -27,6 +26,7 @@ from neuron_moe.planner.sizes import ModelSizes
 TARGETS = ("throughput", "ttft", "tpot")
 AS_GOOD = 1.02  # times within this factor count as ties
 _MOST_TIES = 3
+_PROMPT_TOKENS = 8192  # where nobody says
 _ANSWER_TOKENS = 1024  # of a sequence behind its prompt, where nobody says
 
 
@@ -39,6 +39,7 @@ class Serving:
         context: positions of a sequence, prompt and answer.
         batch: sequences that the machine decodes at once.
         expert_format: of the routed experts, one of `sizes.EXPERT_FORMATS`.
+        note: what to say where a prompt or context that nobody gave was shortened.
 
     Raises:
         ValueError: a number that is not positive, or fewer positions than the prompt has.
@@ -48,6 +49,7 @@ class Serving:
     context: int
     batch: int
     expert_format: str
+    note: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "context", "batch"):
@@ -58,13 +60,49 @@ class Serving:
             )
 
     @classmethod
-    def of(cls, sizes: ModelSizes, prompt: int, batch: int, context: int | None) -> "Serving":
-        """Return what is served of a model; a context of None leaves room for an answer."""
+    def of(
+        cls, planned: PlannedModel, prompt: int | None, batch: int, context: int | None
+    ) -> "Serving":
+        """Return what is served of a model.
+
+        Args:
+            planned: the model.
+            prompt: tokens of a prompt; None: the usual number, or what leaves room for an answer.
+            batch: sequences that the machine decodes at once.
+            context: positions of a sequence; None: the prompt and an answer, as far as there are.
+
+        Raises:
+            ValueError: a number that is not positive, or more positions than the model has.
+        """
+        for name, given in (("prompt", prompt), ("context", context)):
+            if given is not None:
+                _check_length(name, check_positive_int(name, given), planned)
+        longest = planned.longest or _PROMPT_TOKENS + _ANSWER_TOKENS + (prompt or 0)
+        limit = min(context or longest, longest)
+        taken = prompt or max(1, min(_PROMPT_TOKENS, limit - min(_ANSWER_TOKENS, limit // 2)))
+        end = context or min(taken + _ANSWER_TOKENS, longest)
+        note = ""
+        if end == planned.longest and None in (prompt, context):
+            note = (
+                f"prompts of {taken} tokens in {end} positions: the model has no more than"
+                f" max_position_embeddings={longest}{planned.length_reason}"
+            )
+        stored = planned.sizes.weight_format
         return cls(
-            prompt=prompt,
-            context=context or prompt + _ANSWER_TOKENS,
+            prompt=taken,
+            context=end,
             batch=batch,
-            expert_format="e5m2" if sizes.weight_format == "fp8" else sizes.weight_format,
+            expert_format="e5m2" if stored == "fp8" else stored,
+            note=note,
+        )
+
+
+def _check_length(name: str, length: int, planned: PlannedModel) -> None:
+    """Raise ValueError for a sequence that the model has no positions for."""
+    if planned.longest is not None and length > planned.longest:
+        raise ValueError(
+            f"{name}={length}: must be at most max_position_embeddings={planned.longest} of"
+            f" {planned.sizes.name}{planned.length_reason}. Shorten it."
         )
 
 
@@ -148,7 +186,8 @@ class ServingPlan:
             layout, reason = list(self.rejected.items())[-1]  # the one over all ranks
             return f"whole model: no layout serves it. {layout}: {reason}"
         best, serving = self.layouts[0], self.serving
-        text = (
+        text = f"{serving.note}\n" if serving.note else ""
+        text += (
             f"best for {self.target}: {best}\n"
             f"  first token after {best.ttft_ms:.1f} ms (prompt of {serving.prompt}), then"
             f" {best.tpot_ms:.2f} ms a token at batch {serving.batch}:"
@@ -164,9 +203,8 @@ class ServingPlan:
 
 
 def plan_serving(
-    raw_config: Mapping[str, Any],
+    planned: PlannedModel,
     machine: Machine,
-    sizes: ModelSizes,
     routing_TK: Tensor,
     serving: Serving,
     target: str = TARGETS[0],
@@ -174,22 +212,16 @@ def plan_serving(
     """Return the layouts of a model that serve it, the best first.
 
     Args:
-        raw_config: its config.json.
+        planned: the model.
         machine: where.
-        sizes: those of the planner; messages call the model as they do.
         routing_TK: [T, K] choices by as many tokens as a step has.
         serving: what is served.
         target: what layouts are ranked by, one of TARGETS.
     """
-    try:
-        model_file, config = parse_config(raw_config, sizes.name)
-    except ValueError as error:
-        return ServingPlan(
-            target=target, serving=serving, layouts=[], rejected={"whole model": str(error)}
-        )
-    with torch.device("meta"):
-        model = model_file.Model(config)
-    whole = WholeModel(model, config, sizes, routing_TK)
+    if planned.model is None:
+        rejected = {"whole model": planned.problem}
+        return ServingPlan(target=target, serving=serving, layouts=[], rejected=rejected)
+    whole = WholeModel(planned.model, planned.config, planned.sizes, routing_TK)
     found, rejected = serving_layouts(whole, machine, serving)
     layouts = best_first(found, target)
     return ServingPlan(target=target, serving=serving, layouts=layouts, rejected=rejected)

@@ -168,7 +168,10 @@ def _launch_us(
     pairs_T = here_TK.sum(1)
     spread = torch.bincount(pairs_T, minlength=model.top_k + 1).tolist()
     spread[0] = rows - sum(spread[1:])
-    first = 2 * model.expert_hidden_size * width * WEIGHT_BYTES[model.weight_format] * machine.lnc
+    inputs = model.num_matrices - 1
+    first = (
+        inputs * model.expert_hidden_size * width * WEIGHT_BYTES[model.weight_format] * machine.lnc
+    )
     # Kernels answer to `import nki`, which nobody asks for who only reads a model.
     import nki_kernels.provided  # noqa: F401
     from nki_kernels.combine import best_sum_ns
@@ -186,10 +189,12 @@ def _own_tokens(work: RoutedTokens, strategy: str, ranks: int) -> int:
     return ceil(work.num_tokens / ranks) if is_shared_out else work.num_tokens
 
 
-def tile_cycles(hidden: int, width: int) -> float:
+def tile_cycles(hidden: int, width: int, num_matrices: int = 3) -> float:
     """Return tensor engine cycles of one 128-row tile through an expert on one physical core."""
     rows = COEFFICIENTS["tile_rows"].value
-    plain = 3 * hidden * ceil(width / rows) + rows * ceil(hidden / rows)
+    plain = num_matrices * hidden * ceil(width / rows) + rows * ceil(hidden / rows)
+    if num_matrices == 2:
+        return plain
     packed = hidden * ceil(2 * width / rows) + hidden * ceil(width / 32) / 4
     return min(plain, packed)
 
@@ -213,12 +218,14 @@ def _tensor_ns(
     clock = COEFFICIENTS["tensor_clock_ghz"].value
     rows = COEFFICIENTS["tile_rows"].value
     if phase == "decode":
-        tiles = 3 * model.expert_hidden_size * width / (rows * COEFFICIENTS["tile_columns"].value)
+        weights = model.num_matrices * model.expert_hidden_size * width
+        tiles = weights / (rows * COEFFICIENTS["tile_columns"].value)
         columns_DE = load_DE.clamp(min=int(COEFFICIENTS["least_columns"].value)) * (load_DE > 0)
         return columns_DE.sum(1).double() * tiles / clock / machine.lnc
     tiles_D = torch.ceil(load_DE / rows).sum(1).double()
-    by_rows = tile_cycles(model.expert_hidden_size, width) / machine.lnc
-    by_width = tile_cycles(model.expert_hidden_size, ceil(width / machine.lnc))
+    hidden, matrices = model.expert_hidden_size, model.num_matrices
+    by_rows = tile_cycles(hidden, width, matrices) / machine.lnc
+    by_width = tile_cycles(hidden, ceil(width / machine.lnc), matrices)
     return tiles_D * min(by_rows, by_width) / clock
 
 
@@ -230,7 +237,8 @@ def _hbm_ns(
     load_DE: Tensor,
     written_D: Tensor,
 ) -> Tensor:
-    expert = 3 * model.expert_hidden_size * width * WEIGHT_BYTES[model.weight_format]
+    weights = model.num_matrices * model.expert_hidden_size * width
+    expert = weights * WEIGHT_BYTES[model.weight_format]
     touched_D = (load_DE > 0).sum(1).double()
     if path == "all_experts":
         touched_D = torch.full_like(touched_D, load_DE.shape[1])
@@ -251,7 +259,7 @@ def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> 
     if not model.shared_size:
         return 0.0
     width = ceil(model.shared_size / ranks)
-    cycles = matmul_cycles(tokens, model.hidden_size, 2 * width)
+    cycles = matmul_cycles(tokens, model.hidden_size, (model.num_matrices - 1) * width)
     cycles += matmul_cycles(tokens, width, model.hidden_size)
     moved = model.shared_bytes / ranks + tokens * model.hidden_size * ROW_BYTES
     return _products_ns(machine, cycles, moved)

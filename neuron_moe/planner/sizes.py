@@ -49,6 +49,7 @@ class ModelSizes:
         dense_parameters: parameters outside the routed and shared experts.
         weight_format: of the routed experts in HBM, a key of WEIGHT_BYTES.
         latent_size: hidden size of the routed experts where they compute in a latent; 0: H.
+        num_matrices: of an expert, 3 with a gate, 2 without.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelSizes:
     dense_parameters: int
     weight_format: str
     latent_size: int = 0
+    num_matrices: int = 3
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_moe_layers"):
@@ -77,17 +79,20 @@ class ModelSizes:
     def from_config(
         cls, name: str, config: Mapping[str, Any], weight_format: str | None = None
     ) -> "ModelSizes":
-        """Read a published configuration.
+        """Read a configuration by the keys that most families share.
+
+        Every layer counts as one with attention; `neuron_moe.models.whole_model.plan_model` counts
+        the layers of a model that is read here.
 
         Args:
             name: what reports call the model.
             config: the keys of config.json.
-            weight_format: overrides the one that follows from `quantization_config`: fp8 for fp8,
-                e5m2 for MXFP4 (which Trn2 computes so, without loss), else bf16.
+            weight_format: overrides the one that `weight_format_of` finds.
 
         Raises:
             ValueError: a size is missing.
         """
+        stored = weight_format or weight_format_of(config)
         for section in _SECTIONS:
             config = {**config, **_section(config, section)}
         if _whole(config, "zero_expert_num"):
@@ -98,7 +103,6 @@ class ModelSizes:
         found = {size: _find(config, names, size) for size, names in _KEYS.items()}
         inner = found["intermediate_size"]
         dense_layers = _dense_layers(config, found["num_layers"])
-        quantised = _section(config, "quantization_config").get("quant_method")
         return cls(
             name=name,
             hidden_size=found["hidden_size"],
@@ -109,7 +113,7 @@ class ModelSizes:
             num_moe_layers=found["num_layers"] - dense_layers,
             shared_size=_shared_size(config, inner),
             dense_parameters=_dense_parameters(config, found, dense_layers),
-            weight_format=weight_format or _FORMATS.get(str(quantised), "bf16"),
+            weight_format=stored,
             latent_size=_latent_size(config),
         )
 
@@ -121,14 +125,24 @@ class ModelSizes:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one routed expert of one layer."""
-        return (
-            3 * self.expert_hidden_size * self.intermediate_size * WEIGHT_BYTES[self.weight_format]
-        )
+        weights = self.num_matrices * self.expert_hidden_size * self.intermediate_size
+        return weights * WEIGHT_BYTES[self.weight_format]
 
     @property
     def shared_bytes(self) -> float:
         """Bytes of the shared experts of one layer, in bf16."""
-        return 3 * self.hidden_size * self.shared_size * WEIGHT_BYTES["bf16"]
+        return self.num_matrices * self.hidden_size * self.shared_size * WEIGHT_BYTES["bf16"]
+
+
+def weight_format_of(config: Mapping[str, Any]) -> str:
+    """Return how the routed experts of a checkpoint lie in HBM, a key of WEIGHT_BYTES.
+
+    By the `quantization_config` of its config.json: fp8 for fp8, e5m2 for MXFP4 (which Trn2
+    computes so, without loss), else bf16.
+    """
+    sections = (config, _section(config, "text_config"))
+    methods = (_section(each, "quantization_config").get("quant_method") for each in sections)
+    return next((_FORMATS[str(found)] for found in methods if str(found) in _FORMATS), "bf16")
 
 
 def _find(config: Mapping[str, Any], names: tuple[str, ...], size: str) -> int:
@@ -213,49 +227,13 @@ def _dense_parameters(config: Mapping[str, Any], found: dict[str, int], dense_la
         attention = hidden * wide if query is None else query * (hidden + wide)
         attention += hidden * (latent + rope)
         attention += latent * heads * (nope + value) + heads * value * hidden
-        if config.get("mla_use_output_gate"):
-            attention += heads * value * hidden
     else:
         head = _whole(config, "head_dim") or hidden // max(heads, 1)
-        is_gated = bool(config.get("attn_output_gate"))  # the gate is as wide as the queries
-        attention = hidden * head * ((2 + is_gated) * heads + 2 * found["num_kv_heads"])
-    layer_types = config.get("layer_types")
-    num_linear = layer_types.count("linear_attention") if isinstance(layer_types, list) else 0
-    kimi = _section(config, "linear_attn_config").get("kda_layers")
-    num_linear = len(kimi) if isinstance(kimi, list) else num_linear
+        attention = hidden * head * 2 * (heads + found["num_kv_heads"])
     router = hidden * found["num_experts"] * (found["num_layers"] - dense_layers)
     width = _whole(config, "intermediate_size_mlp", "intermediate_size") or 0
     dense = 3 * hidden * width * dense_layers
     tied = 1 if config.get("tie_word_embeddings") else 2
     vocabulary = tied * hidden * found["vocab_size"]
-    attentions = (found["num_layers"] - num_linear) * attention
-    if num_linear:
-        count = _linear_attention if kimi is None else _kimi_attention
-        attentions += num_linear * count(config, hidden)
     latents = 2 * hidden * _latent_size(config) * (found["num_layers"] - dense_layers)
-    return attentions + router + dense + vocabulary + latents
-
-
-def _linear_attention(config: Mapping[str, Any], hidden: int) -> int:
-    """Count a layer that keeps a memory of the sequence instead of keys and values."""
-    heads, key_heads, key_size, value_size = _needed(
-        config,
-        "linear_num_value_heads",
-        "linear_num_key_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-    )
-    keys, values = key_heads * key_size, heads * value_size
-    return hidden * (2 * keys + 3 * values + 2 * heads)
-
-
-def _kimi_attention(config: Mapping[str, Any], hidden: int) -> int:
-    """Count such a layer of Kimi-Linear or K3: four projections, rates, and two gates.
-
-    A gate is a latent of a head's size, but for the second one where its rank is full.
-    """
-    section = _section(config, "linear_attn_config")
-    heads, size = _needed(section, "num_heads", "head_dim")
-    width, latent = heads * size, hidden * size + size * heads * size
-    second = hidden * width if section.get("use_full_rank_gate") else latent
-    return hidden * (4 * width + heads) + latent + second
+    return found["num_layers"] * attention + router + dense + vocabulary + latents

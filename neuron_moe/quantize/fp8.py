@@ -44,6 +44,11 @@ class Fp8Format:
     min_exponent: int
     mantissa_bits: int
 
+    @property
+    def rounding_limit(self) -> float:
+        """What rounds to more than `max_value`, from here on."""
+        return self.max_value + float(2 ** (self.max_exponent - self.mantissa_bits - 1))
+
 
 E4M3_OCP = Fp8Format("e4m3 (OCP, 448)", torch.float8_e4m3fn, 448.0, 8, -6, 3)
 E4M3_NEURON = Fp8Format("e4m3 (Neuron, 240)", torch.float8_e4m3fn, 240.0, 7, -6, 3)
@@ -124,7 +129,8 @@ def quantize_fp8(
         fmt: E4M3_NEURON, E4M3_OCP or E5M2.
         scheme: one of the four names above; the scale of an all-zero scope is 1.
         block_shape: rows and columns of a block of "blockwise_symmetric".
-        power_of_two: round the scales up to powers of two, which multiply without error.
+        power_of_two: scales are the least powers of two, which multiply without error, whose codes
+            round to no more than the largest; what was quantised so is quantised again alike.
 
     Returns:
         Codes of the shape of the weight and float32 scales.
@@ -148,17 +154,16 @@ def quantize_fp8(
             f"weight {list(weight.shape)} holds NaN or infinity: fp8 weights must be finite. "
             "Repair it before quantising."
         )
-    scale = maximum / fmt.max_value
+    scale = maximum / (fmt.rounding_limit if power_of_two else fmt.max_value)
     # A maximum so small that the quotient has few bits left would scale beyond the largest code:
     # keep it normal.
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent)
     scale = torch.where(maximum == 0, torch.ones_like(scale), scale)
     codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
     for values, factors, place in _slabs(weight, scale, blocks, codes):
-        # A quotient above the largest code by a rounding error rounds back to it.
+        # A quotient a little above the largest code rounds back to it.
         place.copy_((values.float() / factors).to(fmt.dtype))
     return QuantizedWeight(codes, scale, blocks)
 

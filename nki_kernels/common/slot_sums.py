@@ -21,7 +21,7 @@ def piece_size(hidden_size: int, rows_per_token: int, slots_bytes: int) -> int:
     pieces = 1
     while rows_per_token * ((hidden_size + pieces - 1) // pieces) * slots_bytes > _ROWS_BYTES:
         pieces += 1
-    return ((hidden_size // 64 + pieces - 1) // pieces) * 64
+    return max(1, (hidden_size // 64 + pieces - 1) // pieces) * 64
 
 
 def spread_of(num_pairs: float, top_k: int, chance: float, num_rows: int) -> tuple[float, ...]:

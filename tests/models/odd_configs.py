@@ -67,6 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gelu": {"hidden_act": "gelu"},
     "gelu-tanh": {"hidden_act": "gelu_pytorch_tanh"},
     "relu": {"hidden_act": "relu"},
+    "relu2": {"hidden_act": "relu2"},
     "linear": _rope("linear", factor=3.0),
     "dynamic": _rope("dynamic", factor=3.0),
     "llama3": _rope("llama3", **_LLAMA3, original_max_position_embeddings=16),
@@ -122,10 +123,10 @@ NOT_THEIRS: dict[str, tuple[str, ...]] = {
     "mistral4": (*("one-expert", "one-kv-head", "few-words", *ROPES),),
     "lfm2_moe": (
         *("one-layer", "five-layers", "one-kv-head", "biases", "no-biases", "large-eps"),
-        *("gelu", "gelu-tanh", "relu"),
+        *("gelu", "gelu-tanh", "relu", "relu2"),
     ),
     # With a rotary section for each kind of layer, and the activation under another key.
-    "gemma4_text": (*(*ROPES, "no-head-dim", "gelu", "gelu-tanh", "relu"),),
+    "gemma4_text": (*(*ROPES, "no-head-dim", "gelu", "gelu-tanh", "relu", "relu2"),),
     "laguna": (*ROPES, "no-head-dim"),  # a section for each kind of layer
     "step3p5": (*ROPES, "no-head-dim"),
     "mimo_v2_flash": (*ROPES, "no-head-dim", "one-expert", "one-kv-head", "all-kv-heads"),

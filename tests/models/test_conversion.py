@@ -108,6 +108,9 @@ def test_scales_beside_gemmas_experts_stay_plain(made: Made, tmp_path: Path) -> 
         assert scales
         assert all(key.endswith(".per_expert_scale") for key in scales)
         load_model(tmp_path / to)
+        convert(tmp_path / to, tmp_path / f"{to}-again", ConversionOptions(to=to))
+        first, again = (tmp_path / f"{to}{end}" / "model.safetensors" for end in ("", "-again"))
+        assert first.read_bytes() == again.read_bytes()
 
 
 def test_ranks_are_cut_and_merged_without_loss(made: Made, tmp_path: Path) -> None:

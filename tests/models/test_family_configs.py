@@ -219,7 +219,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4-longrope": (
         "llama4-scout",
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        "rope_type='longrope': must be 'default' or 'linear' or 'yarn' or 'llama3'",
+        "rope_type='longrope': must be 'default' or 'linear' or 'dynamic' or 'yarn' or 'llama3'",
     ),
     "llama4-other": ("llama4-scout", {"model_type": "llama"}, "model_type='llama': must be one of"),
     "glm4-missing": ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm is missing"),

@@ -19,7 +19,9 @@ VOCAB = 50
 class Counter:
     """Likeliest next token: the sum of all real tokens so far, modulo the vocabulary."""
 
-    config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=64, length_reason="")
+    config = SimpleNamespace(
+        vocab_size=VOCAB, max_position_embeddings=64, longest=64, length_reason=""
+    )
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], list[list[bool]] | None]] = []

@@ -122,7 +122,7 @@ BAD = {
     },
     "rope-type": (
         {"rope_scaling": {"rope_type": "longrope"}},
-        "rope_type='longrope': must be 'default' or 'linear' or 'yarn'",
+        "rope_type='longrope': must be 'default' or 'linear' or 'dynamic' or 'yarn'",
     ),
 }
 

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from neuron_moe.models.layerwise import LayerwiseModel
 from neuron_moe.models.loader import load_model, parse_config
-from neuron_moe.planner.sizes import ModelSizes
+from neuron_moe.models.whole_model import plan_model
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
 from tests.models.families import FAMILIES, write_checkpoint
 
@@ -120,10 +120,8 @@ PUBLISHED = {  # sizes of moonshotai/Kimi-K3, of which five layers are taken her
 def test_the_planner_counts_what_the_model_holds() -> None:
     tower = {"vt_num_hidden_layers": 27}
     values = {"model_type": "kimi_k3", "text_config": PUBLISHED, "vision_config": tower}
-    model_file, config = parse_config(values, "config.json")
-    with torch.device("meta"):
-        model = model_file.Model(config)
-    sizes = ModelSizes.from_config("kimi_k3", values)
+    sizes, model, *_ = plan_model("kimi_k3", values)
+    assert model is not None
     inner = sizes.num_experts * sizes.expert_hidden_size * sizes.intermediate_size
     shared = sizes.hidden_size * sizes.shared_size
     counted = 3 * (inner + shared) * sizes.num_moe_layers + sizes.dense_parameters

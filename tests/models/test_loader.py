@@ -102,7 +102,7 @@ def test_a_checkpoint_that_transformers_saved_is_loaded(reference_of, config_of,
 
 
 def test_an_unknown_option_of_the_model_is_refused(checkpoint_of):
-    with pytest.raises(TypeError, match="bakend"):
+    with pytest.raises(TypeError, match=r"'bakend'\. Did you mean 'backend'"):
         load_model(checkpoint_of(), bakend="torch")
 
 

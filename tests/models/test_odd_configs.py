@@ -7,21 +7,17 @@ import pytest
 import torch
 import transformers
 
+from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import load_model
 from tests.models.families import reference_of, write_checkpoint
 from tests.models.odd_configs import BASES, configs
 from tests.rows import thinned
 
 REFUSED = {
-    *(  # linear attention reads the activation too
-        (name, change)
-        for name in ("qwen3_5_moe", "qwen3_next")
-        for change in ("gelu", "gelu-tanh", "relu", "biases")
-    ),
-    *(("kimi_linear", change) for change in ("gelu", "gelu-tanh", "relu", "one-layer", "tied")),
-    *(("kimi_k3", change) for change in ("gelu", "gelu-tanh", "relu", "biases")),
-    *(("bailing_hybrid", change) for change in ("gelu", "gelu-tanh", "relu", "tied")),
-    *(("granitemoehybrid", change) for change in ("gelu", "gelu-tanh", "relu")),
+    *((name, "biases") for name in ("qwen3_5_moe", "qwen3_next")),
+    *(("kimi_linear", change) for change in ("one-layer", "tied")),
+    *(("kimi_k3", change) for change in ("gelu", "gelu-tanh", "relu", "relu2", "biases")),
+    ("bailing_hybrid", "tied"),
     ("dbrx", "yarn-of-the-context"),
     ("hy_v3", "one-layer"),  # a dense one: no MoE
     ("exaone_moe", "one-layer"),
@@ -38,6 +34,8 @@ FEW = {  # a change, and the family that it is tried with in the default run
     "no-head-dim": "qwen3_moe",
     "gelu": "deepseek_v3",
     "gelu-tanh": "dbrx",
+    "relu": "granitemoehybrid",
+    "relu2": "qwen3_next",
     "linear": "mixtral",
     "dynamic": "glm4_moe",
     "llama3": "ernie4_5_moe",
@@ -63,6 +61,23 @@ def compare(values: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.T
 def test_a_change_is_read_as_transformers_reads_it(change: str, base: str, tmp_path: Path) -> None:
     theirs, ours = compare(dict(configs(base))[change], tmp_path)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_a_dynamic_embedding_goes_beyond_the_context_as_transformers_does(tmp_path: Path) -> None:
+    values = BASES["glm4_moe"] | {"max_position_embeddings": 16}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+    write_checkpoint(values | {"rope_parameters": rope}, tmp_path, seed=3)
+    ours = load_model(tmp_path, dtype=torch.float32)
+    for size in (12, 30):  # crosses the context while it decodes, or begins beyond
+        reference = reference_of(tmp_path)  # which remembers how long a sequence was
+        ids = torch.arange(7, 7 + size)[None]
+        options = {"max_new_tokens": 48 - size, "do_sample": False, "pad_token_id": 0}
+        expected = reference.generate(ids, **options)[0, size:].tolist()
+        prompts = [[5, 6], ids[0].tolist()]  # what another sequence does changes nothing
+        found = generate(ours, prompts, GenerationOptions(max_new_tokens=48 - size)).token_ids
+        assert found[1] == expected
+    with pytest.raises(ValueError, match=r"exceed max_position_embeddings=16 x 3 \(dynamic rope\)"):
+        generate(ours, [[1] * 48], GenerationOptions(max_new_tokens=1))
 
 
 def test_a_model_with_a_vision_tower_may_tie_its_embeddings(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from neuron_moe.backends import BACKENDS
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.layerwise import LayerwiseModel
+from neuron_moe.models.loader import find_model_file, read_config
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.tools.compare.divergence import Models, Row, compare_layers, first_over
 from neuron_moe.tools.compare.picture import draw_divergence
@@ -101,6 +102,7 @@ def _open(args: argparse.Namespace) -> tuple[Models, int]:
         other = checkpoint_folder(args.reference)
         exact, rounded = (LayerwiseModel(other, dtype) for dtype in REFERENCE_DTYPES)
         routers = exact
+        _check_family(folder, other)
         _check_sizes(ours.config, exact.config)
     models = Models(
         ours=ours,
@@ -110,6 +112,16 @@ def _open(args: argparse.Namespace) -> tuple[Models, int]:
         exact_router=routers.read_router,
     )
     return models, ours.config.vocab_size
+
+
+def _check_family(folder: Path, reference: Path) -> None:
+    """Raise ValueError where two checkpoints are read by different model files."""
+    own, other = (read_config(each)["model_type"] for each in (folder, reference))
+    if find_model_file(own) is not find_model_file(other):
+        raise ValueError(
+            f"model_type={own!r} of the model, {other!r} of the reference: layers of two families"
+            " compute different things. Pass a reference of the same family, or 'transformers'."
+        )
 
 
 def _check_sizes(ours: Any, theirs: Any) -> None:

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 
 from neuron_moe.models.routing_trace import recorded_load
-from neuron_moe.models.whole_model import TARGETS, Serving, ServingPlan, plan_serving
+from neuron_moe.models.whole_model import (
+    TARGETS,
+    Serving,
+    ServingPlan,
+    plan_model,
+    plan_serving,
+)
 from neuron_moe.parallel.topology import INSTANCES, instance
 from neuron_moe.planner.coefficients import COEFFICIENTS, Machine, use_measured
 from neuron_moe.planner.search import (
@@ -39,7 +45,7 @@ from neuron_moe.planner.search import (
     to_dict,
     write_config,
 )
-from neuron_moe.planner.sizes import WEIGHT_BYTES, ModelSizes
+from neuron_moe.planner.sizes import WEIGHT_BYTES
 from neuron_moe.tools.commands import place
 from neuron_moe.tools.commands.plan_page import (
     coefficient_rows,
@@ -73,14 +79,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.hardware is not None:
         use_measured(use_hardware(args.hardware), f"chip calibrate, {args.hardware}")
     torch.set_num_threads(1)  # many small operations: threads would only wait for one another
-    model = ModelSizes.from_config(args.model, read_sizes(args.model), args.weights)
     machine = Machine.build(instance(args.instance), args.nodes, args.lnc)
-    tokens = {"prefill": args.prefill_tokens, "decode": args.decode_tokens}
-    for phase, count in tokens.items():
-        if not 1 <= count <= _MOST_TOKENS:
+    asked = {"prefill": args.prefill_tokens, "decode": args.decode_tokens}
+    for phase, count in asked.items():
+        if count is not None and not 1 <= count <= _MOST_TOKENS:
             raise ValueError(
                 f"--{phase}-tokens={count}: must be at least 1 and at most {_MOST_TOKENS}."
             )
+    planned = plan_model(args.model, read_sizes(args.model), args.weights)
+    model = planned.sizes
+    serving = Serving.of(planned, args.prefill_tokens, args.decode_tokens, args.context)
+    tokens = {"prefill": serving.prompt, "decode": args.decode_tokens}
     load, source = recorded_load(args.trace)
     routings = synthetic_routings(model, max(tokens.values()), load)
     decisive = "recorded" if load is not None else "zipf"
@@ -96,10 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         for factor in LINK_FACTORS
     }
-    serving = Serving.of(model, args.prefill_tokens, args.decode_tokens, args.context)
-    served = plan_serving(
-        read_sizes(args.model), machine, model, routings[decisive][1], serving, args.target
-    )
+    served = plan_serving(planned, machine, routings[decisive][1], serving, args.target)
     _print_serving(served, with_tables=args.table)
     _print_plan(costs, sensitivity, source, with_tables=args.table)
     if args.picture is not None:
@@ -307,10 +313,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.more.add_argument(
         "--lnc", type=int, default=2, help="physical cores a rank (default: 2)"
     )
-    parser.add_argument("--prefill-tokens", type=int, default=8192, help="default: 8192")
+    parser.add_argument(
+        "--prefill-tokens",
+        type=int,
+        help="of a prompt (default: 8192, or as many as the model has)",
+    )
     parser.add_argument("--decode-tokens", type=int, default=64, help="default: 64")
     parser.more.add_argument(
-        "--context", type=int, help="positions of a sequence (default: + 1024)"
+        "--context", type=int, help="positions of a sequence (default: 1024 more)"
     )
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="to rank layouts by")
     parser.add_argument("--table", action="store_true", help="print all layouts and coefficients")

@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from neuron_moe.models.layerwise import LayerRun
 from neuron_moe.tools.reference import check_installed, quiet
 
-FEED_FORWARD_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
+# The first is of Gemma 4, beside an MLP; the last are all there is of a layer of Nemotron.
+FEED_FORWARD_NAMES = ("router", "mlp", "feed_forward", "ffn", "block_sparse_moe", "mixer")
 
 
 class _HandOn(nn.Module):
-    """A layer that does nothing."""
+    """A layer that does nothing, with what the model may ask of the one it stands for."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        names = [name for name in vars(layer) if not name.startswith("_")]
+        self.__dict__.update({name: vars(layer)[name] for name in names})
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -57,6 +63,7 @@ class TransformersModel:
             )
         self._class: Any = known[type(self._config)]
         self._num_layers = int(text.num_hidden_layers)
+        self._scale = _take_scale(text)
 
     @property
     def num_layers(self) -> int:
@@ -66,7 +73,7 @@ class TransformersModel:
     def embed(self, input_ids_US: Tensor) -> Tensor:
         """Return the residual stream before the first layer, [U, S, H]."""
         hidden_USH: Tensor = self._read(None).get_input_embeddings()(input_ids_US)
-        return hidden_USH
+        return hidden_USH * self._scale
 
     def run_layer(self, index: int, hidden_USH: Tensor) -> LayerRun:
         """Read a layer, run it on sequences without padding, and forget it."""
@@ -106,11 +113,12 @@ class TransformersModel:
             _, layers = _decoder_of(self)
             for number in range(len(layers)):
                 if number != index:
-                    layers[number] = _HandOn()
+                    layers[number] = _HandOn(layers[number])
             if index is not None:
                 _leave_out(self, (self.get_input_embeddings(), self.get_output_embeddings()))
 
         config = type(self._config).from_dict(self._config.to_dict())
+        _take_scale(config.get_text_config(decoder=True))
         if index is not None:
             config.tie_word_embeddings = False  # there is nothing to tie
         members = {"__init__": init, "__module__": own.__module__}
@@ -120,6 +128,19 @@ class TransformersModel:
                 self._folder, config=config, dtype=self._dtype, local_files_only=True
             )
         return model.eval()
+
+
+def _take_scale(config: Any) -> float:
+    """Return what a model multiplies embeddings with, and let it do so no more.
+
+    It would do so with whatever a layer is given.
+    """
+    scale = float(getattr(config, "embedding_multiplier", 1.0))
+    if hasattr(config, "embedding_multiplier"):
+        config.embedding_multiplier = 1.0
+    if getattr(config, "mup_enabled", False):
+        scale, config.mup_enabled = config.hidden_size**0.5, False
+    return scale
 
 
 def _decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:

@@ -195,21 +195,19 @@ def test_sharing_between_phases_is_what_the_layer_does(deepseek_costs) -> None: 
     assert twice > 1.8 * once
 
 
-def test_dense_parameters_are_those_of_the_published_models() -> None:
-    # total parameters as published: 116.8, 235.1 and 671.0 billion; without layers that predict
-    # further tokens for the others
-    published = {"glm_4_5_air": 106.9, "kimi_k2": 1026.4, "minimax_m2": 228.7}
-    published |= {"ernie_4_5_21b_a3b": 21.8, "dbrx": 131.6}
-    published |= {"llama4_scout": 107.8, "llama4_maverick": 400.7}
-    published |= {"qwen3_5_35b_a3b": 34.66, "qwen3_5_397b_a17b": 396.3}
-    others = ((ModelSizes.from_config(n, load_config(n)), size) for n, size in published.items())
-    for model, billions in (*others, (GPT_120B, 116.8), (QWEN, 235.1), (DEEPSEEK, 671.0)):
-        expert = 3 * model.hidden_size * model.intermediate_size
-        shared = 3 * model.hidden_size * model.shared_size
-        total = (
-            expert * model.num_experts + shared
-        ) * model.num_moe_layers + model.dense_parameters
-        assert total / 1e9 == pytest.approx(billions, rel=0.01), model.name
+def test_an_expert_without_a_gate_is_two_matrices() -> None:
+    two = replace(QWEN, num_matrices=2, shared_size=65536)
+    three = replace(two, num_matrices=3)
+    assert (two.expert_bytes / three.expert_bytes, two.shared_bytes / three.shared_bytes) == (
+        pytest.approx(2 / 3),
+        pytest.approx(2 / 3),
+    )
+    for phase, tokens in (("prefill", 8192), ("decode", 64)):
+        work = RoutedTokens(phase, even_trace(QWEN, tokens), QWEN.num_experts)
+        costs = [layer_cost(model, TRN2, 4, 16, "replicate", work) for model in (two, three)]
+        assert costs[0].tensor_us < costs[1].tensor_us
+        assert costs[0].hbm_us < costs[1].hbm_us
+        assert costs[0].shared_us < costs[1].shared_us
 
 
 def test_a_config_without_experts_is_refused() -> None:

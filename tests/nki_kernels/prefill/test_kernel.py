@@ -61,6 +61,7 @@ CASES = {
             "options": {"activation": "sigmoid", "scale": 2.0},
         },
         "T90-H128-I64-E4-K2-B64-gelu-tanh": {"options": {"activation": "gelu_tanh", "scale": 0.7}},
+        "T60-H128-I60-E4-K2-B64-relu2": {"options": {"activation": "relu2"}},
         "T150-H128-I260-E4-K2-B64-relu2-no-gate": {
             "options": {"activation": "relu2", "has_gate": False}
         },

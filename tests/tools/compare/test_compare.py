@@ -113,7 +113,7 @@ def test_the_table_names_the_layer(
 
 ALONE = [
     each
-    for each in names(slow=FAMILIES.keys() - {"qwen3_moe", "dbrx"})
+    for each in names(slow=FAMILIES.keys() - {"qwen3_moe", "nemotron_h", "gemma4_text", "afmoe"})
     if find_model_file(FAMILIES[each.values[0]].model_type).Model.runs_layers_alone
 ]
 
@@ -133,8 +133,20 @@ def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> Non
 
 def test_layers_that_none_can_run_alone_are_refused(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["deepseek_v4"].config(), tmp_path, seed=1)
-    with pytest.raises(ValueError, match="model_type='deepseek_v4' take several"):
+    with pytest.raises(ValueError, match="model_type='deepseek_v4' take more than one residual"):
         LayerwiseModel(tmp_path, torch.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "gemma4_text"])
+def test_families_with_layers_of_their_own_are_within_the_rule(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(FAMILIES[name].config(), tmp_path, seed=1)
+    status, report = compare(
+        capsys, "--model", str(tmp_path), "--reference", "transformers", "--tokens", "8"
+    )
+    assert (status, report["first_over"]) == (0, None)
 
 
 @torch.inference_mode()
@@ -159,6 +171,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no-model": (["--model", "nowhere", "--reference", "transformers"], "there is no such folder"),
     "no-reference": (["--reference", "nowhere"], "model=nowhere: there is no such folder"),
     "sizes": (["--reference", "{small}"], "num_hidden_layers=5 of the model, 3 of the reference"),
+    "families": (["--reference", "{other}"], "'qwen3_moe' of the model, 'mixtral' of the refer"),
     "words": (["--prompt-ids", "1,two"], "prompt-ids='1,two': must be whole numbers"),
     "outside": (["--prompt-ids", "1,300"], "prompt-ids holds 300: must be below vocab_size=300"),
     "no-tokens": (["--tokens", "0"], "tokens=0"),
@@ -171,7 +184,10 @@ def test_wrong_use_is_told_in_one_sentence(
 ) -> None:
     given, message = BAD[case]
     small = str(write_small(tmp_path)) if case == "sizes" else ""
-    args = [part.format(small=small) for part in given]
+    other = str(tmp_path)
+    if case == "families":
+        write_checkpoint(FAMILIES["mixtral"].config(), tmp_path, seed=0)
+    args = [part.format(small=small, other=other) for part in given]
     capsys.readouterr()
     for name, value in (("--model", str(good)), ("--reference", str(good))):
         args += [] if name in args else [name, value]
