@@ -135,6 +135,7 @@ RECURRENT_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Eight sequences take more of these pages than there are: some wait, or begin anew.
     SHORT: (PLAIN, CACHED | {"num_gpu_blocks_override": 8}),
 }
+TWO_RANKS = ("qwen3_5_moe", "nemotron_h", "deepseek_v4")  # each keeps all of its states
 RECURRENT_CASES = [
     (name, form)
     for name in RECURRENT
@@ -192,6 +193,17 @@ def _cases() -> list[Any]:
             for ranks in (TP2, EP2)
         ),
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_with_states_give_the_same_tokens(
+    name: str, folder_of: Folders, run_vllm: Run
+) -> None:
+    folder = folder_of(name)
+    prompts, expected = asked(folder, *FEW)
+    request = _request(folder, max_num_seqs=8, **TP2) | {"prompts": prompts}
+    assert run_vllm([request], ranks=2) == [{"tokens": [expected, expected]}]
 
 
 @pytest.mark.parametrize(("name", "ranks"), _cases())
