@@ -78,7 +78,7 @@ BY_VLLM = {
 }
 # Interfaces that vLLM's own classes offer and ours does not: what asks for each, and the sentence
 # that refuses it, of vLLM's only where it offers none on a CPU.
-DRAFT = '{"method": "%s", "model": "{model}", "num_speculative_tokens": 2}'
+DRAFT = '{"method": "%s", "model": "{draft}", "num_speculative_tokens": 2}'
 INTERFACES = {
     "LoRA": (
         ["--enable-lora"],
@@ -299,10 +299,15 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         name: ServerSettings(folder=tiny, name=TINY_NAME, **BESIDE.get(name, {})).arguments()
         for name in ("none", *BESIDE)
     }
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(llama))  # vLLM drafts by EAGLE with such a one
     calls = []
     for name, words in cases.items():
         own = own_of.get(name, own_of["none"])
-        calls.append([*own, "--", *(word.replace("{model}", str(tiny)) for word in words)])
+        given = [
+            word.replace("{model}", str(tiny)).replace("{draft}", str(folder)) for word in words
+        ]
+        calls.append([*own, "--", *given])
     (folder / "calls.json").write_text(json.dumps(calls))
     command = [sys.executable, str(READ), str(folder / "calls.json"), str(folder / "answers.json")]
     done = subprocess.run(
