@@ -22,7 +22,7 @@ from neuron_moe.serving.switches import SETTLED, SWITCHES, check_settled, check_
 from tests.serving.servers import OF_EACH_GROUP
 
 READ = Path(__file__).with_name("read_switches.py")
-READ_S = 300  # where others use the machine
+READ_S = 1200  # where others use the machine
 THREADS = min(2, len(os.sched_getaffinity(0)))
 # What gives each switch a value that our model does not take.
 REFUSED = {
