@@ -1,13 +1,15 @@
-"""Dense projections of a model, packed for a CPU where that is faster on this machine."""
+"""Dense projections of a model in the form in which this machine's CPU multiplies them fastest."""
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from neuron_moe.backends.form_choice import packs_linear
+from neuron_moe.backends import compiled_products
+from neuron_moe.backends.form_choice import form_of_linear
+from neuron_moe.backends.form_times import linear_forms
 from neuron_moe.router import Router
 from neuron_moe.weights.packed import PackedMatrices
-from neuron_moe.weights.product_forms import MEASURED
+from neuron_moe.weights.product_forms import COMPILED, MEASURED
 
 
 class PackedLinear(nn.Module):
@@ -46,6 +48,34 @@ class PackedLinear(nn.Module):
         destination[f"{prefix}weight"] = self.weight
 
 
+class CompiledLinear(nn.Module):
+    """A linear layer that `compiled_products` multiplies, for inference; its weight stays as it is.
+
+    Where a processor has no instructions for bfloat16, torch's own product is several times slower.
+
+    Args:
+        linear: on the CPU, float32 or bfloat16.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
+        self.register_parameter("bias", linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [.., out] of hidden states [.., in]."""
+        rows = hidden.reshape(-1, self.in_features)
+        output = compiled_products.linear(rows, self.weight, self.bias)
+        return output.view(*hidden.shape[:-1], self.out_features)
+
+
+OwnLinear = PackedLinear | CompiledLinear
+_FORMS = {"packed": PackedLinear, COMPILED: CompiledLinear}
+
+
 def dense_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield parent, name and projection of all that may be multiplied in another form.
 
@@ -63,23 +93,24 @@ def dense_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]
 
 
 def settle_linears(model: nn.Module, form: str) -> int:
-    """Pack the dense projections of a model that is to generate, one after the other.
+    """Choose how a CPU multiplies with the dense projections of a model that is to generate.
 
     A projection that shares its weight with an embedding stays.
 
     Args:
         model: loaded, without gradients.
-        form: 'measured' packs those that this machine multiplies faster so, 'packed' all; any
-            other form none.
+        form: 'packed' or 'compiled' for all that this machine can multiply so, 'measured' for what
+            is fastest on it; any other form leaves them plain.
 
     Returns:
-        How many were packed.
+        How many are no longer plain.
     """
-    if form not in (MEASURED, "packed"):
+    if form not in (MEASURED, *_FORMS):
         return 0
-    packed = 0
+    settled = 0
     for parent, name, child in list(dense_linears(model)):
-        if form == "packed" or packs_linear(child.weight):
-            parent.add_module(name, PackedLinear(child))
-            packed += 1
-    return packed
+        chosen = form_of_linear(child.weight) if form == MEASURED else form
+        if chosen in _FORMS and chosen in linear_forms(child.weight):
+            parent.add_module(name, _FORMS[chosen](child))
+            settled += 1
+    return settled

@@ -239,11 +239,11 @@ class RoutedExperts(PlannedModule):
 
         Measured once for a machine, number of threads and layer, within about 10 s, and kept in
         `neuron-moe/product_forms.json` of the user's cache folder. `MoE.explain` tells the choice.
-        Where some steps are faster with packed matrices and some with others, both are kept if
-        half of the machine's memory stays free. Where a gradient is recorded, plain matrices are
-        multiplied; where packed ones alone are kept, it is as with `pack_weights`. The state dict
-        is unchanged; loading one or moving the module drops the choice. Backends with kernels of
-        their own have nothing to choose.
+        Where some steps are half as fast again with packed matrices and some with others, both are
+        kept if half of the machine's memory stays free. Where a gradient is recorded, plain
+        matrices are multiplied; where packed ones alone are kept, it is as with `pack_weights`. The
+        state dict is unchanged; loading one or moving the module drops the choice. Backends with
+        kernels of their own have nothing to choose.
 
         Args:
             form: 'measured', or one of `product_forms.FORMS` for every step, whatever the machine.

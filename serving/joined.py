@@ -1,9 +1,9 @@
 """A model as one graph of torch.compile: what lies around attention and experts is joined.
 
 Attention is vLLM's operator already, and so are dense projections where it computes them. Experts,
-recurrences, attention to entries and packed projections become operators that a graph calls by
-number: they choose their form at run time. Norms, rotary embedding, routers and residuals around
-them become few kernels.
+recurrences, attention to entries and projections in a form of our own become operators that a graph
+calls by number: they choose their form at run time. Norms, rotary embedding, routers and residuals
+around them become few kernels.
 There is a graph for prefill and one for decode, for any number of tokens, and one for a single
 token, into which a custom kernel for experts goes as it is.
 
@@ -24,7 +24,7 @@ from neuron_moe.models.attention import StateView
 from neuron_moe.models.compressed_attention import CompressedAttention
 from neuron_moe.models.decoder import DecoderModel, Tokens
 from neuron_moe.models.delta_net import Inputs, Recurrent
-from neuron_moe.models.dense_forms import PackedLinear
+from neuron_moe.models.dense_forms import OwnLinear
 from neuron_moe.moe import MoE
 from neuron_moe.plan import Plan, Step
 from neuron_moe.router import Routing
@@ -162,7 +162,7 @@ def _count_in_place(experts: RoutedExperts) -> None:
     experts.record_load = record_load  # type: ignore[method-assign]
 
 
-def _hide_linear(linear: PackedLinear) -> None:
+def _hide_linear(linear: OwnLinear) -> None:
     number, size = _hide(linear.forward), linear.out_features
 
     def forward(hidden: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def join(model: DecoderModel, compiler: str) -> Joined:
     for module in list(model.modules()):
         if isinstance(module, MoE):
             _join_experts(module)
-        elif isinstance(module, PackedLinear):
+        elif isinstance(module, OwnLinear):
             _hide_linear(module)
         elif isinstance(module, Recurrent):
             _hide_recurrence(module)

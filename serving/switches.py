@@ -72,6 +72,7 @@ SWITCHES = (
         "experts stand on ranks in their order",
         "expert_placement_strategy",
     ),
+    *_plain("parallel_config", False, "our experts stay on their ranks", "enable_eplb"),
     *_plain("parallel_config", False, "a step of our model is one batch", "enable_dbo"),
     *_plain("parallel_config", 0, "a step of our model is one batch", "ubatch_size"),
     *_plain("parallel_config", False, _READS, "enable_ep_weight_filter"),

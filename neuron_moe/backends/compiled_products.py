@@ -113,6 +113,20 @@ def multiply(
     return out_nk
 
 
+def linear(rows_nk: Tensor, weight_mk: Tensor, bias_m: Tensor | None = None) -> Tensor:
+    """Return what `torch.nn.functional.linear` does of rows [n, in], [n, out] in their dtype.
+
+    Args:
+        rows_nk: float32 or bfloat16 on the CPU.
+        weight_mk: [out, in] without gaps, in one of DTYPES.
+        bias_m: [out] or None.
+    """
+    matrix_1km = weight_mk.unsqueeze(0).transpose(1, 2)
+    bias_1m = None if bias_m is None else bias_m.unsqueeze(0)
+    output_nm = multiply(rows_nk, matrix_1km, bias_1m, [0], [rows_nk.shape[0]])
+    return output_nm.to(rows_nk.dtype)
+
+
 def _memory_for_tiles(
     matrices_Ekn: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -10,11 +10,17 @@ from torch import Tensor
 
 from neuron_moe.backends import compiled_products
 from neuron_moe.backends.custom_kernels import custom_kernels_for
-from neuron_moe.backends.form_times import Times, form_times, linear_times, machine
+from neuron_moe.backends.form_times import (
+    Times,
+    form_times,
+    linear_forms,
+    linear_times,
+    machine,
+)
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import LayerParts
 from neuron_moe.weights.expert_weights import ExpertWeights
-from neuron_moe.weights.packed import PackedMatrices, is_packing_available
+from neuron_moe.weights.packed import PackedMatrices
 from neuron_moe.weights.product_forms import (
     BUCKETS,
     COMPILED,
@@ -28,7 +34,8 @@ from neuron_moe.weights.product_forms import (
 )
 
 _UNSURE = 1.1  # what wakes threads hangs on what else runs: such a form has to win by more
-_SMALL_LOSS = 1.05  # a second layout for less is not worth its memory
+_SMALL_LOSS = 1.05  # another form of a dense projection is not taken for less
+_WORTH_A_COPY = 1.5  # a second layout, twice the memory of the experts, is not kept for less
 _SHARE_LEFT = 0.5  # of the machine's memory, that a second layout must leave
 
 
@@ -84,9 +91,9 @@ def _refuse_odd_rows(weights: ExpertWeights) -> None:
 def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
     """Return the fastest form of each bucket.
 
-    Two layouts at once cost memory: where one alone loses little in every bucket, or both may not
-    be kept, the one with the least loss in the mean is taken. A custom kernel's is always the
-    second.
+    Two layouts at once cost memory: where one alone loses less than half in every bucket, or both
+    may not be kept, the one with the least loss in the mean is taken. A custom kernel's is always
+    the second.
     """
     alone = (PACKED_FORMS, TRANSPOSED_FORMS, STRAIGHT_FORMS)
     custom = sorted({form for each in times.values() for form in each}.difference(FORMS))
@@ -97,7 +104,7 @@ def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
         _fastest_time(times, bucket, allowed) / _fastest_time(times, bucket, pair)
         for bucket in BUCKETS
     ]
-    if max(losses) > _SMALL_LOSS and may_keep_both():
+    if max(losses) > _WORTH_A_COPY and may_keep_both():
         allowed = pair
     by_bucket, reasons = {}, {}
     for bucket in BUCKETS:
@@ -107,15 +114,23 @@ def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
     return ProductForms(by_bucket, reasons)
 
 
-def packs_linear(weight_nk: Tensor) -> bool:
-    """Say whether a dense projection is to be packed: faster in the mean, nowhere much slower."""
-    if weight_nk.device.type != "cpu" or weight_nk.dtype not in PackedMatrices.DTYPES:
-        return False
-    if not is_packing_available(weight_nk.dtype):
-        return False
+def form_of_linear(weight_nk: Tensor) -> str:
+    """Return how a dense projection is multiplied: 'plain', 'packed' or 'compiled'.
+
+    Not as a plain one only where that is faster in the mean, and nowhere much slower.
+    """
+    forms = linear_forms(weight_nk)
+    if forms == ["plain"]:
+        return "plain"
     times = linear_times(weight_nk)
-    gains = [each["plain"] / each["packed"] for each in times.values()]
-    return math.prod(gains) > _SMALL_LOSS and min(gains) > 1 / _SMALL_LOSS
+    gains = {
+        form: [each["plain"] / each[form] for each in times.values()]
+        for form in forms
+        if all(form in each for each in times.values())
+    }
+    even = [form for form in gains if min(gains[form]) > 1 / _SMALL_LOSS]
+    best = max(even, key=lambda form: math.prod(gains[form]))
+    return best if math.prod(gains[best]) > _SMALL_LOSS else "plain"
 
 
 def _best_of(times: Times, layouts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

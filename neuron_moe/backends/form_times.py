@@ -83,14 +83,24 @@ def form_times(weights: ExpertWeights, top_k: int, num_experts: int) -> Times:
 
 
 def linear_times(weight_nk: Tensor) -> Times:
-    """Return the times of a dense projection with LINEAR_ROWS rows, packed and plain.
+    """Return the times of a dense projection with LINEAR_ROWS rows, by form.
 
     Args:
         weight_nk: [out, in] on the CPU; a run of its rows stands for all of them.
     """
     sizes = "x".join(map(str, weight_nk.shape))
-    key = f"{machine()}; linear {sizes} {_name(weight_nk.dtype)}"
+    forms = " ".join(linear_forms(weight_nk))
+    key = f"{machine()}; linear {sizes} {_name(weight_nk.dtype)}; {forms}"
     return kept_times(key, LINEAR_ROWS, lambda: _measure_linear(weight_nk))
+
+
+def linear_forms(weight_nk: Tensor) -> list[str]:
+    """Return the forms in which this machine can multiply with a dense projection."""
+    dtype, forms = weight_nk.dtype, ["plain"]
+    if weight_nk.device.type == "cpu" and dtype in PackedMatrices.DTYPES:
+        forms += ["packed"] * is_packing_available(dtype)
+        forms += [COMPILED] * (not compiled_products.why_not())
+    return forms
 
 
 def kept_times(key: str, buckets: Iterable[int], measure: Callable[[], Times]) -> Times:
@@ -109,15 +119,17 @@ def _measure_linear(weight_nk: Tensor) -> dict[int, dict[str, float]]:
     parts = torch.split(weight_nk[: _PARTS * rows_of_part], rows_of_part)
     times = {}
     with torch.inference_mode():
-        packed = PackedMatrices.of_linears(parts)
+        wanted = linear_forms(weight_nk)
+        packed = PackedMatrices.of_linears(parts) if "packed" in wanted else []
         for rows in LINEAR_ROWS:
             hidden_nk = torch.randn(rows, weight_nk.shape[1]).to(weight_nk.dtype)
             forms = {
-                "packed": [partial(each.multiply, hidden_nk, 0, pads=False) for each in packed],
                 "plain": [partial(functional.linear, hidden_nk, part) for part in parts],
+                "packed": [partial(each.multiply, hidden_nk, 0, pads=False) for each in packed],
+                COMPILED: [partial(compiled_products.linear, hidden_nk, part) for part in parts],
             }
             calls: dict[str, Callable[[], float]] = {
-                form: partial(_time_all, each) for form, each in forms.items()
+                form: partial(_time_all, forms[form]) for form in wanted
             }
             times[rows] = _run_in_turns(calls, MOST_SECONDS / 4)
     return times

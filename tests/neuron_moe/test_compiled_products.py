@@ -17,11 +17,13 @@ from neuron_moe.weights.expert_weights import LocalRouting
 needs_compiler = pytest.mark.skipif(
     bool(compiled_products.why_not()), reason="no C++ compiler on this machine"
 )
-EXPERTS, COUNTS = (7, 1, 3, 4), (1, 5, 18, 130)  # more rows than stay in the cache, too
+# Few rows, for which a matrix is read in order, and more than stay in the cache.
+EXPERTS, COUNTS = (7, 1, 3, 4, 0, 5, 8), (1, 5, 18, 130, 2, 3, 4)
 SIZES = {
     "whole": (64, 128),
     "odd": (67, 33),
     "small": (3, 2),
+    "odd-vectors": (56, 36),
     "one-piece-more": (96, 65),
     "tiles": (160, 224),
 }

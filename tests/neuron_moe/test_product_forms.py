@@ -111,11 +111,10 @@ def test_bfloat16_differs_between_forms_by_rounding_alone(form: str) -> None:
 def test_weights_of_a_type_that_the_processor_cannot_pack_stay_plain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (form_choice, form_times):
-        monkeypatch.setattr(module, "is_packing_available", lambda dtype: dtype is torch.float32)
+    monkeypatch.setattr(form_times, "is_packing_available", lambda dtype: dtype is torch.float32)
     weights = build(torch.bfloat16).weights()
     assert form_times._packed(weights) is None
-    assert not form_choice.packs_linear(weights.down_proj_EIH[0])
+    assert "packed" not in form_times.linear_forms(weights.down_proj_EIH[0])
 
 
 def test_a_fixed_form_holds_for_every_step_and_is_told() -> None:
@@ -169,6 +168,7 @@ ALWAYS = {
     "both-are-kept": (times_of(2, 1), times_of(1, 2), True, {"packed", "plain"}),
     "no-room-for-both": (times_of(2, 1), times_of(1, 3), False, {"packed"}),
     "no-gain-from-both": (times_of(1.04, 1), times_of(1, 3), True, {"packed"}),
+    "too-small-a-gain-for-twice-the-memory": (times_of(1.4, 1), times_of(1, 3), True, {"packed"}),
 }
 
 

@@ -38,6 +38,7 @@ OWN_SIZES = {
     "bailing_hybrid": {"qk_nope_head_dim": 24},
     "deepseek_v4": {"head_dim": 16},  # any: none of it is vLLM's attention
     "hy_v4": {"qk_nope_head_dim": 24},
+    "glm_moe_dsa": {"qk_nope_head_dim": 24},
     "longcat_flash": {"head_dim": 8, "qk_nope_head_dim": 24},
     "glm4_moe_lite": {"qk_nope_head_dim": 24},
     "mistral4": {"qk_nope_head_dim": 24},
@@ -61,6 +62,7 @@ OTHERS = (
     "dots1",
     "exaone_moe",
     "deepseek_v32",
+    "glm_moe_dsa",
     "glm4_moe_lite",
     "hunyuan_v1_moe",
     "granitemoe",
@@ -92,7 +94,7 @@ RECURRENT = (
 )
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
-LONGEST_S = 1200  # where others use the machine
+LONGEST_S = 3600  # where others use the machine
 
 Folders = Callable[[str], Path]
 Tokens = list[list[int]]

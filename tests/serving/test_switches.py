@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,14 @@ import pytest
 
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.serving.environment import server_environment
-from neuron_moe.serving.options import HYBRID_ARCHITECTURE, hf_overrides
+from neuron_moe.serving.options import ARCHITECTURE, HYBRID_ARCHITECTURE, hf_overrides
 from neuron_moe.serving.plugin import OwnSettings
 from neuron_moe.serving.server import ServerSettings
 from neuron_moe.serving.switches import SETTLED, SWITCHES, check_settled, check_switches, flag
 from tests.serving.servers import OF_EACH_GROUP
 
 READ = Path(__file__).with_name("read_switches.py")
-READ_S = 300  # where others use the machine
+READ_S = 1200  # where others use the machine
 THREADS = min(2, len(os.sched_getaffinity(0)))
 # What gives each switch a value that our model does not take.
 REFUSED = {
@@ -74,6 +75,36 @@ BY_VLLM = {
     "config_format": "Failed to load mistral 'params.json'",
     "enable_eplb": "Expert parallelism load balancing is only supported on CUDA",
     "enable_elastic_ep": "Elastic EP is only supported with",
+}
+# Interfaces that vLLM's own classes offer and ours does not: what asks for each, and the sentence
+# that refuses it, of vLLM's only where it offers none on a CPU.
+DRAFT = '{"method": "%s", "model": "{draft}", "num_speculative_tokens": 2}'
+INTERFACES = {
+    "LoRA": (
+        ["--enable-lora"],
+        "--enable-lora: given, must be None for .*: our model has no adapters. Leave it out.",
+    ),
+    "EAGLE": (
+        [f"--speculative-config={DRAFT % 'eagle'}"],
+        "--speculative-config, method: 'eagle', must be 'ngram' for .*: drafts cannot read the"
+        " states of our model. Leave it out.",
+    ),
+    "EAGLE-3": (
+        [f"--speculative-config={DRAFT % 'eagle3'}"],
+        "--speculative-config, method: 'eagle3', must be 'ngram' for .*: drafts cannot read the"
+        " states of our model. Leave it out.",
+    ),
+    "EPLB": (["--enable-eplb"], "Expert parallelism load balancing is only supported on CUDA.*"),
+    "pipeline parallel": (
+        ["-pp=2"],
+        "--pipeline-parallel-size: 2, must be 1 for .*: our model knows tensor and expert parallel"
+        " ranks alone. Leave it out.",
+    ),
+    "inputs_embeds": (
+        ["--enable-prompt-embeds"],
+        "--enable-prompt-embeds: True, must be False for .*: our model reads token ids. Leave it"
+        " out.",
+    ),
 }
 # Settings of `serve` beside which a switch gets as far as our model.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -263,14 +294,20 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("readings")
     tiny = checkpoint_folder(TINY_NAME)
     cases = {"none": [], **OF_SERVE, **REFUSED}
+    cases |= {name: words for name, (words, _) in INTERFACES.items()}
     own_of = {
         name: ServerSettings(folder=tiny, name=TINY_NAME, **BESIDE.get(name, {})).arguments()
         for name in ("none", *BESIDE)
     }
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(llama))  # vLLM drafts by EAGLE with such a one
     calls = []
     for name, words in cases.items():
         own = own_of.get(name, own_of["none"])
-        calls.append([*own, "--", *(word.replace("{model}", str(tiny)) for word in words)])
+        given = [
+            word.replace("{model}", str(tiny)).replace("{draft}", str(folder)) for word in words
+        ]
+        calls.append([*own, "--", *given])
     (folder / "calls.json").write_text(json.dumps(calls))
     command = [sys.executable, str(READ), str(folder / "calls.json"), str(folder / "answers.json")]
     done = subprocess.run(
@@ -324,6 +361,34 @@ def test_vllm_reads_what_our_model_does_not_take_and_it_is_refused(
     name: str, readings: dict[str, Any]
 ) -> None:
     assert readings["outcomes"][name].startswith(BY_VLLM.get(name, flag(name)))
+
+
+@pytest.mark.vllm
+@HAS_VLLM
+@pytest.mark.parametrize("name", INTERFACES)
+def test_an_interface_that_our_class_does_not_offer_is_refused_in_a_sentence(
+    name: str, readings: dict[str, Any]
+) -> None:
+    assert re.fullmatch(INTERFACES[name][1], readings["outcomes"][name], flags=re.DOTALL)
+
+
+@pytest.mark.vllm
+@HAS_VLLM
+@pytest.mark.parametrize("name", [ARCHITECTURE, HYBRID_ARCHITECTURE])
+def test_vllm_finds_none_of_the_interfaces_in_our_class(name: str) -> None:
+    from vllm.model_executor.models import interfaces
+
+    from neuron_moe.serving import vllm_model
+
+    ours = getattr(vllm_model, name)
+    offered = {
+        "LoRA": interfaces.supports_lora(ours),
+        "EAGLE": interfaces.supports_eagle(ours),
+        "EAGLE-3": interfaces.supports_eagle3(ours),
+        "EPLB": interfaces.is_mixture_of_experts(ours),
+        "pipeline parallel": interfaces.supports_pp(ours),
+    }
+    assert not any(offered.values()), offered
 
 
 @pytest.mark.vllm

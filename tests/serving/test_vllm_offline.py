@@ -36,6 +36,7 @@ IN_FORMS = [(TINY_NAME, how) for how in FORMS if "vLLM" not in how]
 IN_FORMS += [("qwen3_moe", how) for how in FORMS if how != "measured, joined"]
 IN_FORMS += [("glm4_moe", "measured, joined")]  # shared experts among vLLM's dense products
 MEASURED_TOO = ", measured"
+AT_ONCE = 5  # other families that one process serves
 Run = Callable[..., Any]
 Answers = dict[str, dict[str, Any]]
 
@@ -87,21 +88,30 @@ def test_tokens_equal_our_own(name: str, answers: Answers, folder_of: Folders) -
 
 
 @pytest.fixture(scope="module")
-def answers_of_others(folder_of: Folders, run_vllm: Run) -> Answers:
-    """Return what one process answered for the other families."""
-    requests = {name: _request(folder_of(name)) for name in OTHERS}
-    requests |= {name + MEASURED_TOO: _request(folder_of(name), {}) for name in OTHERS}
-    return dict(zip(requests, run_vllm([*requests.values()]), strict=True))
+def answers_of_others(folder_of: Folders, run_vllm: Run) -> Callable[[str], Answers]:
+    """Return what answers for one of the other families, some of them in one process."""
+
+    @cache
+    def answers(part: int) -> Answers:
+        names = OTHERS[part * AT_ONCE : (part + 1) * AT_ONCE]
+        requests = {
+            name + form: _request(folder_of(name), options)
+            for name in names
+            for form, options in (("", PLAIN), (MEASURED_TOO, {}))
+        }
+        return dict(zip(requests, run_vllm([*requests.values()]), strict=True))
+
+    return lambda name: answers(OTHERS.index(name) // AT_ONCE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["", MEASURED_TOO])
 @pytest.mark.parametrize("name", OTHERS)
 def test_tokens_of_all_families_equal_our_own(
-    name: str, form: str, answers_of_others: Answers, folder_of: Folders
+    name: str, form: str, answers_of_others: Callable[[str], Answers], folder_of: Folders
 ) -> None:
     _, expected = asked(folder_of(name))
-    assert answers_of_others[name + form] == {"tokens": [expected, expected]}
+    assert answers_of_others(name)[name + form] == {"tokens": [expected, expected]}
 
 
 @pytest.mark.parametrize(("name", "how"), IN_FORMS)
@@ -135,6 +145,7 @@ RECURRENT_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Eight sequences take more of these pages than there are: some wait, or begin anew.
     SHORT: (PLAIN, CACHED | {"num_gpu_blocks_override": 8}),
 }
+TWO_RANKS = ("qwen3_5_moe", "nemotron_h", "deepseek_v4")  # each keeps all of its states
 RECURRENT_CASES = [
     (name, form)
     for name in RECURRENT
@@ -192,6 +203,17 @@ def _cases() -> list[Any]:
             for ranks in (TP2, EP2)
         ),
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_with_states_give_the_same_tokens(
+    name: str, folder_of: Folders, run_vllm: Run
+) -> None:
+    folder = folder_of(name)
+    prompts, expected = asked(folder, *FEW)
+    request = _request(folder, max_num_seqs=8, **TP2) | {"prompts": prompts}
+    assert run_vllm([request], ranks=2) == [{"tokens": [expected, expected]}]
 
 
 @pytest.mark.parametrize(("name", "ranks"), _cases())

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from neuron_moe.models.loader import build_model, parse_config, read_config
+from neuron_moe.models.loader import (
+    build_model,
+    find_model_file,
+    model_types,
+    parse_config,
+    read_config,
+)
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.serving.options import (
     ARCHITECTURE,
@@ -24,7 +30,7 @@ from neuron_moe.serving.options import (
 )
 from neuron_moe.serving.plugin import register
 from tests.models.families import FAMILIES
-from tests.serving.conftest import Folders
+from tests.serving.conftest import FIRST, OTHERS, RECURRENT, Folders
 
 
 @pytest.mark.vllm
@@ -104,6 +110,12 @@ def _documented() -> list[list[str]]:
     line = r"^    vllm serve (.+)$|`-- (--[^`]+)`"
     found = re.findall(line, text, flags=re.MULTILINE)
     return [shlex.split(served or passed) for served, passed in found]
+
+
+def test_every_family_has_a_checkpoint_that_vllm_serves() -> None:
+    names = (*FIRST, *OTHERS, *RECURRENT)
+    served = ["gpt_oss" if name == TINY_NAME else FAMILIES[name].model_type for name in names]
+    assert {*map(find_model_file, served)} == {*map(find_model_file, model_types())}
 
 
 def test_the_page_about_serving_has_lines_for_vllm() -> None:
