@@ -15,6 +15,7 @@ from lab.check.case_file import add_case_options, outcome_file, read_cases
 from lab.check.kernel_cases.adapters import ADAPTERS, run
 from lab.check.kernel_cases.decode_models import decode_model_cases
 from lab.check.kernel_cases.models import LAYERS, model_cases
+from lab.check.kernel_cases.splits import PHASES, drawn_cases
 from lab.check.launcher import checking_for
 from lab.check.outcomes import Outcome, OutcomeFile, print_table, run_in_turn, tell
 from lab.check.vendor_cases.case import Case, Limits, Skipped
@@ -35,12 +36,15 @@ def main(argv: list[str] | None = None) -> int:
         cases = read_cases(options.cases, options.status, options.match)
     else:
         known = []
-        if options.phase != "decode":
+        if options.splits:
+            phases = PHASES if options.phase == "both" else (options.phase,)
+            known = drawn_cases(options.models, phases, options.splits, options.seed, limits.macs)
+        elif options.phase != "decode":
             known += model_cases(options.models, limits.macs)
-        if options.phase != "prefill":
+        if options.phase != "prefill" and not options.splits:
             known += decode_model_cases(options.models)
         matched = [case for case in known if options.match in f"{case.id} {case.variant}"]
-        cases = matched if options.all else sample(matched)
+        cases = matched if options.all or options.splits else sample(matched)
         if len(cases) < len(matched):
             print(f"{len(cases)} of {len(matched)} cases, evenly taken; --all runs every one")
         limits = NO_LIMITS
@@ -65,6 +69,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--all", action="store_true", help=f"every case of --models; default: {QUICK} of them"
     )
     parser.add_argument(
+        "--splits",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw so many splits of --models over ranks, and steps, instead: each through the plan"
+        " that a layer takes, with either core first",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of --splits (default: 0)")
+    parser.add_argument(
         "--phase",
         choices=("prefill", "decode", "both"),
         default="both",
@@ -80,6 +93,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.models or () if name not in LAYERS]
     if unknown:
         raise ValueError(f"--models {unknown[0]}: unknown. {closest(unknown[0], list(LAYERS))}")
+    if options.splits < 0 or (options.splits and options.models is None):
+        raise ValueError(
+            f"--splits {options.splits}: a number of cases to draw of --models. Give both."
+        )
     if (options.cases is None) == (options.models is None):
         raise ValueError("--cases, --models: give one of them: a file of cases, or models.")
     return options

@@ -15,6 +15,7 @@ from lab.check.kernel_cases import (
     index,
     prefill,
     router,
+    splits,
 )
 from lab.check.kernel_cases.verdict import Verdict
 from lab.check.vendor_cases.case import Case, Limits, Skipped
@@ -23,6 +24,7 @@ ADAPTERS: dict[str, Callable[[Case, Limits], Verdict]] = {
     "moe_cte": prefill.run,
     "moe_tkg": decode.run,
     "moe_block_tkg": decode_block.run,
+    "split": splits.run,
     "router_topk": router.run,
     "find_nonzero_indices": index.run,
     "find_nonzero_indices_with_count": index.run,

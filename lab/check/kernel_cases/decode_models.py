@@ -18,10 +18,10 @@ from lab.check.kernel_cases.models import (
     BF16_BYTES,
     DEGREES,
     LAYERS,
-    MAX_RANKS,
     RTOL,
     STACK_BYTES,
     Layer,
+    splits,
 )
 from lab.check.kernel_cases.routings import draw_routing
 from lab.check.vendor_cases.case import Case
@@ -56,21 +56,17 @@ def quick_cases() -> list[Case]:
     found = []
     for number, layer in enumerate(LAYERS.values()):
         for place, (tp, ep) in enumerate(((64, 1), (8, 8))):
-            if _splits(layer, tp, ep):
+            if splits(layer, tp, ep):
                 T = TOKENS[(2 * number + place) % len(TOKENS)]
                 found.append(rank_case(layer, tp, ep, T, number + place, max_weights=4e6))
     return found
-
-
-def _splits(layer: Layer, tp: int, ep: int) -> bool:
-    return tp * ep <= MAX_RANKS and layer.E % ep == 0 and layer.I % tp == 0
 
 
 def _experts_of(layer: Layer) -> Iterator[Case]:
     number = 0
     for ep in DEGREES:
         for tp in DEGREES:
-            if _splits(layer, tp, ep):
+            if splits(layer, tp, ep):
                 for tokens in TOKENS:
                     yield rank_case(layer, tp, ep, tokens, number)
                     number += 1
@@ -143,7 +139,7 @@ def _routing(routing: str, tokens: int, E: int, K: int, pool: int) -> np.ndarray
 
 def _blocks_of(layer: Layer) -> Iterator[Case]:
     for tp, ep in BLOCK_SPLITS:
-        if not _splits(layer, tp, ep):
+        if not splits(layer, tp, ep):
             continue
         for tokens in BLOCK_TOKENS:
             inner, here = layer.I // tp, layer.E // ep

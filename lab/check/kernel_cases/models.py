@@ -120,12 +120,19 @@ def _cases_of(layer: Layer, max_macs: float) -> Iterator[Case]:
         yield _case(f"{layer.name}/router/T{tokens}", "router_topk", layer.name, params)
     for ep in DEGREES:
         for tp in DEGREES:
-            if tp * ep <= MAX_RANKS and layer.E % ep == 0 and layer.I % tp == 0:
+            if splits(layer, tp, ep):
                 for routing in ROUTINGS:
                     yield rank_case(layer, tp, ep, routing, max_macs)
 
 
-def rank_case(layer: Layer, tp: int, ep: int, routing: str, max_macs: float) -> Case:
+def splits(layer: Layer, tp: int, ep: int) -> bool:
+    """Say whether so many ranks can share an expert, and share the experts."""
+    return tp * ep <= MAX_RANKS and layer.E % ep == 0 and layer.I % tp == 0
+
+
+def rank_case(
+    layer: Layer, tp: int, ep: int, routing: str, max_macs: float, most: int = TOKENS[0]
+) -> Case:
     """Return the case of one rank: the one with the most pairs, or of "empty-experts" the least.
 
     Args:
@@ -133,6 +140,7 @@ def rank_case(layer: Layer, tp: int, ep: int, routing: str, max_macs: float) -> 
         tp, ep: how many ranks share an expert, and how many share the experts.
         routing: one of ROUTINGS.
         max_macs: multiply-accumulates to stay within.
+        most: tokens, if that allows them.
     """
     inner = layer.I // tp
     bytes_each = 3 * layer.H * inner * BF16_BYTES
@@ -145,7 +153,7 @@ def rank_case(layer: Layer, tp: int, ep: int, routing: str, max_macs: float) -> 
     if E != layer.E:
         variant += f", E {layer.E} -> {E} to fit"
     pick = np.argmin if routing == "empty-experts" else np.argmax
-    for tokens, pool in _sizes(E, K):
+    for tokens, pool in _sizes(E, K, most):
         load_E = np.bincount(_routing(routing, tokens, E, K, pool).reshape(-1), minlength=E)
         load_RE = load_E.reshape(ep, here)
         rank = int(pick(load_RE.sum(1)))
@@ -177,16 +185,18 @@ def _peak_bytes(experts: int, bytes_each: int) -> int:
     return 2 * experts * bytes_each + 2 * 4 * bytes_each
 
 
-def _sizes(E: int, K: int) -> Iterator[tuple[int, int]]:
+def _sizes(E: int, K: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield tokens, and experts they choose from, the larger problems first."""
-    least = min(K + 1, E)
+    least, few = min(K + 1, E), min(FEW_TOKENS, most)
+    yield most, E
     for tokens in TOKENS:
-        yield tokens, E
+        if tokens < most:
+            yield tokens, E
     pool = E // 2
     while pool > least:
-        yield FEW_TOKENS, pool
+        yield few, pool
         pool //= 2
-    yield FEW_TOKENS, least
+    yield few, least
     yield 1, least
 
 

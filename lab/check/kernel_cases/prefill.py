@@ -131,7 +131,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
     T = limits.tokens(wanted, macs, input_bytes=weight_bytes)
     notes.append(scaled_note("T", wanted, T))
     draw = Draw(seed_of(case))
-    index_TK = _choices(case, draw, T, E, K) - first
+    index_TK = choices(case, T, E, K, draw) - first
     index_TK = np.where((index_TK >= 0) & (index_TK < here), index_TK, -1).astype(np.int32)
     touched = np.unique(index_TK[index_TK >= 0]).tolist()
     weights, how = draw_for_chip(case, draw, here, H, I, touched)
@@ -166,10 +166,10 @@ def _formula_of(case: Case, weights: Weights) -> ExpertFormula:
     )
 
 
-def _choices(case: Case, draw: Draw, T: int, E: int, K: int) -> np.ndarray:
+def choices(case: Case, T: int, E: int, K: int, draw: Draw | None = None) -> np.ndarray:
     """Return [T, K] experts; those of a case made from a model must fall where it was made for."""
     pool = case.get("routing_pool")
-    chooser = draw if pool is None else Draw(0)
+    chooser = draw if draw is not None and pool is None else Draw(0)
     return draw_routing(chooser, str(case.get("routing", "uniform")), T, E, K, pool)
 
 

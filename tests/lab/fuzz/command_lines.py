@@ -73,7 +73,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("bench", "anchors"): Command((), (), ("--library", "--only")),
     ("check", "kernels"): Command(
-        ("--max-seconds", "0"), ("--max-gmacs",), ("--models", "--phase", *CASES)
+        ("--max-seconds", "0"),
+        ("--max-gmacs", "--seed"),
+        ("--models", "--phase", *CASES),
     ),
     ("check", "vendor"): Command(("--max-seconds", "0"), ("--max-gmacs",), ("--library", *CASES)),
     ("prepare_corpus",): Command((), (), ("--out",), ("--vocab-size", "--max-length")),
