@@ -14,12 +14,13 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from lab.bench.anchors.models import ANCHORS, measure
 from lab.bench.anchors.points import Point, find_points, kept_trace
@@ -27,6 +28,7 @@ from lab.bench.anchors.report import Row, draw, summaries, table
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from neuron_moe.tools.console import tell_json
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.timing.sources import Writer
 from nki_sim.time.estimate import estimate
 
 
@@ -101,9 +103,11 @@ def main(argv: list[str] | None = None) -> int:
         if not options.only or any(word in name for word in options.only)
     ]
     task = _Task(*checkouts, options.traces, options.seconds)
+    writer = Writer(options.json, lambda: _result(rows, missed))
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        outcomes: Iterator[Row | str] = pool.map(task, names)
-        for number, (name, found) in enumerate(zip(names, outcomes, strict=True), start=1):
+        runs = {pool.submit(task, name): name for name in names}
+        for number, run in enumerate(as_completed(runs), start=1):
+            name, found = runs[run], run.result()
             if isinstance(found, Row):
                 rows.append(found)
                 outcome = f"{found.estimate_us / found.chip_us:.2f}"
@@ -111,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
                 outcome = found
                 missed[f"{name.split()[0]}: {found.split(':')[0]}"] += 1
             sys.stderr.write(f"{number}/{len(names)} {outcome}  {name[:100]}\n")
+            writer.write()
+    rows.sort(key=lambda row: (row.family, row.chip_us, row.kernel))
     if options.models and options.library is not None:
         library = VendorLibrary(options.library)
         chosen = [a for a in ANCHORS if not options.only or any(w in a.name for w in options.only)]
@@ -121,13 +127,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"not run: {count} of {reason}")
     if options.plot is not None and rows:
         print(f"written: {draw(rows, options.plot)}")
-    tell_json(
-        options.json,
-        "bench anchors",
-        chip="trn2",
-        kind="simulated",
-        summaries=[asdict(summary) for summary in summaries(rows)],
-        missed=dict(missed),
-        rows=[asdict(row) for row in rows],
-    )
+    tell_json(options.json, "bench anchors", **_result(rows, missed))
     return 0
+
+
+def _result(rows: Sequence[Row], missed: Mapping[str, int]) -> dict[str, Any]:
+    """Return what goes into the file."""
+    return {
+        "chip": "trn2",
+        "kind": "simulated",
+        "summaries": [asdict(summary) for summary in summaries(rows)],
+        "missed": dict(missed),
+        "rows": [asdict(row) for row in rows],
+    }
