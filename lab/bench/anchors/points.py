@@ -4,7 +4,9 @@ Everything is read from the user's checkouts: the kernels, their inputs and the 
 kernel library keeps a chip time in the parameters of its own tests (columns `tpbSgCyclesSum`,
 `cyclesQoR`, `qor`: picoseconds, mean over runs of the slower core). Its tests are called with a
 stand-in for their harness, which simulates the kernel without arithmetic and compares nothing.
-nki-autotune states the utilisation of its matmuls in file names and notes.
+nki-autotune states the utilisation of its matmuls in file names and notes, and its `benchmark` has
+latencies of the library's kernels, taken as in the library's tests: sizes and settings stand beside
+them, the kernels in the library's checkout.
 
 The families are dealt into two halves by their name: coefficients of the clock are fitted to one,
 the other only judges.
@@ -23,11 +25,14 @@ import pickle
 import re
 import signal
 import sys
+import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Literal
 from unittest.mock import MagicMock
 
@@ -35,6 +40,7 @@ import numpy as np
 
 import nki_sim
 from nki_sim import SimOptions, TensorSpec
+from nki_sim.errors import UnknownValue
 from nki_sim.trace import Trace
 from nki_sim.vendor_tests import answer_imports
 
@@ -117,6 +123,10 @@ def find_points(library: Path | None, autotune: Path | None) -> list[Point]:
             points += _doubted(list(_library_points(family, module)))
     if autotune is not None:
         points += _autotune_points(autotune.resolve())
+        if library is not None:  # some of its times are those of the library's tests
+            known = {(point.family, round(point.chip_us, 3)) for point in points}
+            found = _benchmark_points(autotune.resolve(), library.resolve())
+            points += [p for p in found if (p.family, round(p.chip_us, 3)) not in known]
     return sorted(points, key=lambda point: point.chip_us)
 
 
@@ -357,6 +367,161 @@ def _run_file(checkout: Path, path: str, name: str) -> Trace:
     spec.loader.exec_module(module)
     matrices = [TensorSpec((_SIZE, _SIZE), "bfloat16")] * 2
     return nki_sim.run(getattr(module, name), *matrices, lnc=1, options=OPTIONS).trace
+
+
+# --- nki-autotune's times of the library's kernels -----------------------------------------------
+
+_PLACES: Final = ("src/nkilib_src/nkilib", "test/integration/nkilib")
+_NAMES: Final = {  # of the library's functions, where they differ from the benchmark's
+    "attention_tkg": "attn_tkg_wrapper",
+    "depthwise_conv1d": "depthwise_conv1d_implicit_gemm",
+    "mlp_tkg": "mlp",
+    "rmsnorm_quant": "rmsnorm_quant_kernel",
+    "rope": "RoPE",
+}
+# First inputs that the library tests on one core alone, and on one as on two (no sizes: all of the
+# family). The others it tests on two.
+_ON_ONE: Final = {
+    "cascaded_max": ((1, 7, 3999), (4, 5, 8192)),
+    "rotational_topk": ((20, 8192),),
+}
+_ON_EITHER: Final = {
+    "cascaded_max": ((1, 1, 3168), (8, 5, 4058), (8, 5, 8192)),
+    "rope_hf": (),
+    "rotational_topk": ((40, 8192),),
+}
+_SMALL: Final = 2**20  # elements of inputs that choose what is loaded
+
+
+def _benchmark_points(checkout: Path, library: Path) -> Iterator[Point]:
+    """Yield the workloads of `benchmark/nakb_*.py`."""
+    if str(checkout) not in sys.path:
+        sys.path.append(str(checkout))
+    for path in sorted((checkout / "benchmark").glob("nakb_*.py")):
+        family = path.stem.removeprefix("nakb_")
+        for workload in importlib.import_module(f"benchmark.{path.stem}").WORKLOADS:
+            specs, reference = workload["input_specs"], workload["torch_ref"]
+            first = next(iter(specs.values()))[0]
+            cores = reference.subscript or (1 if first in _ON_ONE.get(family, ()) else 2)
+            sizes = {n: f"{'x'.join(map(str, shape))}:{d}" for n, (shape, d) in specs.items()}
+            row = sizes | _flat(reference.bound_kwargs) | sizes | {"cores": cores}
+            yield Point(
+                kernel=f"{family} {_words(row)}",
+                family=family,
+                source=f"benchmark/{path.name}",
+                chip_us=workload["nakb_latency_ms"] * 1e3,
+                trace=partial(_run_workload, library, family, workload, cores),
+                doubt=_doubt(family, first),
+            )
+
+
+def _doubt(family: str, first: tuple[int, ...]) -> str:
+    """Return what the benchmark does not say of a workload, nor the library's tests."""
+    if family.startswith("cross_entropy"):
+        return "its element type and chunks are left open"
+    if family in _ON_EITHER and first in (_ON_EITHER[family] or (first,)):
+        return "the library tests it on one core and on two"
+    return ""
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the fields of records among them, without tuples."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_record = isinstance(value, SimpleNamespace) or is_dataclass(value)
+        flat |= vars(value) if is_record else {name: value}
+    return {name: value for name, value in flat.items() if not isinstance(value, tuple)}
+
+
+def _run_workload(library: Path, family: str, workload: dict[str, Any], cores: int) -> Trace:
+    """Run the library's kernel on the sizes and settings of a workload."""
+    kernel = _find_kernel(library, _NAMES.get(family, family))
+    specs = workload["input_specs"]
+    sizes = {name: TensorSpec(*spec) for name, spec in specs.items()}
+    settings = {n: s for n, s in workload["torch_ref"].bound_kwargs.items() if s is not None}
+
+    def run(small_elements: int) -> Trace:
+        """Run with numbers in integers and small inputs; of the others the sizes do."""
+        held = [n for n, s in sizes.items() if "int" in s.dtype or s.size <= small_elements]
+        numbers = workload["input_generator"]({n: specs[n] for n in held}, 0) if held else {}
+        given = settings | sizes | _made(family, kernel, settings | sizes, cores) | numbers
+        inputs = {}
+        for name, parameter in inspect.signature(kernel, eval_str=True).parameters.items():
+            if name in given:
+                inputs[name] = _as_library(given[name], parameter.annotation)
+            elif parameter.default is parameter.empty:
+                inputs[name] = None
+        options = replace(OPTIONS, small_elements=small_elements)
+        return nki_sim.run(nki_sim.launch.jit(kernel)[cores], options=options, **inputs).trace
+
+    try:
+        return run(0)
+    except UnknownValue:  # a router: its numbers choose what is loaded
+        return run(_SMALL)
+
+
+def _find_kernel(library: Path, name: str) -> Any:
+    """Return a function of the library, or of its tests, by its name."""
+    for place in _PLACES:
+        for path in sorted((library / place).rglob("*.py")):
+            if f"\ndef {name}(" in path.read_text():
+                folder = library / "src" if place.startswith("src") else library
+                module = ".".join(path.relative_to(folder).with_suffix("").parts)
+                return getattr(importlib.import_module(module), name)
+    raise LookupError(f"{name}: the library has no kernel of this name.")
+
+
+def _as_library(value: Any, annotation: Any) -> Any:
+    """Return a setting as the library's type that a parameter's annotation names."""
+    kinds = [k for k in (annotation, *typing.get_args(annotation)) if isinstance(k, type)]
+    for kind in kinds:
+        if issubclass(kind, Enum):
+            return kind[value.name] if isinstance(value, Enum) else kind(value)
+        if is_dataclass(kind) and hasattr(value, "__dict__"):
+            types = inspect.get_annotations(kind, eval_str=True)
+            return kind(**{n: _as_library(each, types[n]) for n, each in vars(value).items()})
+    if str(value).startswith("torch."):  # an element type
+        return getattr(importlib.import_module("nki.language"), str(value).removeprefix("torch."))
+    return value
+
+
+def _made(family: str, kernel: Any, given: dict[str, Any], cores: int) -> dict[str, Any]:
+    """Return arguments that the references do without, or take in another form: see the tests."""
+    language = importlib.import_module("nki.language")
+    if family == "router_topk":
+        pairs_TE = TensorSpec((given["x"].shape[0], given["w"].shape[1]), given["x"].dtype)
+        chosen_TK = TensorSpec((pairs_TE.shape[0], given["k"]), "uint32")
+        names = ("router_logits", "expert_affinities")
+        return dict.fromkeys(names, pairs_TE) | {"expert_index": chosen_TK}
+    if family == "rope_hf":
+        return {"q_out": given["q"], "k_out": given["k"]}
+    if family == "attention_cte":
+        bounds = {name: given[name] for name in ("bound_min", "bound_max") if name in given}
+        return {n: replace(b, shape=b.shape[1:]) for n, b in bounds.items() if b.shape[0] == 1}
+    if family == "attention_tkg":
+        cfg = given["cfg"]
+        shape = (cfg.bs, cfg.q_head, cfg.d_head, cfg.s_active)
+        dtype = getattr(language, given["q"].dtype)
+        return {"attn_out_shape": shape, "dtype": dtype, "lnc": cores, "DBG": False}
+    if family.startswith("cross_entropy"):
+        logits_TV = given["logits_hbm"]
+        return {
+            "lse_state_hbm": TensorSpec(logits_TV.shape[:1], logits_TV.dtype),
+            "chunk_size": min(given["chunk_size"], logits_TV.shape[1]),
+        }
+    if family == "rotational_topk":
+        module = sys.modules[kernel.func.__module__]
+        inp_TV = given["inp"]
+        config = module.create_topk_config(
+            inp_shape=(inp_TV.shape[0], 1, inp_TV.shape[1]),
+            inp_dtype=getattr(language, inp_TV.dtype),
+            k=given["topk_k"],
+            sorted=bool(given["topk_sorted"]),
+            num_programs=cores,
+        )
+        config = module.create_rotational_topk_config(inp_shape=inp_TV.shape, topk_config=config)
+        return {"config": module.prepare_rotational_constants(config)}
+    return {}
 
 
 # --- Traces kept ----------------------------------------------------------------------------------

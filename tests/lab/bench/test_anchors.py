@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import nki_sim
 from lab.bench.anchors import main
 from lab.bench.anchors import points as anchor_points
 from lab.bench.anchors.models import ANCHORS, DEEPSEEK, FAMILY, QWEN35, Anchor, measure
@@ -38,6 +39,78 @@ def matmul_lhsT_rhs_nkigym(lhs_T, rhs):
     tile = nl.ndarray((128, 512), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=rhs[0:128, 0:512])
     nisa.dma_copy(dst=out, src=tile)
+    return out
+"""
+
+BENCHMARKS = {
+    "__init__": """
+from dataclasses import dataclass, field
+
+@dataclass(frozen=True)
+class TorchReference:
+    function: object
+    parameters: tuple
+    bound_kwargs: dict = field(default_factory=dict)
+    subscript: int | None = None
+""",
+    "nakb_tiny": """
+from enum import IntEnum
+from types import SimpleNamespace
+
+import numpy as np
+
+from benchmark import TorchReference
+
+class NormType(IntEnum):
+    RMS_NORM = 7  # the library numbers them otherwise
+
+def fives(input_specs, seed):
+    return {name: np.full(shape, 5, dtype) for name, (shape, dtype) in input_specs.items()}
+
+kargs = SimpleNamespace(norm=NormType.RMS_NORM, eps=1e-6)
+settings = {"kargs": kargs, "scale": None, "later": 1, "x": None}
+reference = TorchReference(print, ("x", "weights"), settings, 1)
+specs = {"x": ((128, 64), "float32"), "weights": ((1, 1), "float32")}
+WORKLOADS = (
+    {"torch_ref": reference, "input_specs": specs, "input_generator": fives,
+     "nakb_latency_ms": 0.0125},
+)
+""",
+    "nakb_newer": """
+from benchmark import TorchReference
+WORKLOADS = (
+    {"torch_ref": TorchReference(print, ("x",)), "input_specs": {"x": ((2, 64), "int32")},
+     "input_generator": None, "nakb_latency_ms": 0.02},
+)
+""",
+}
+TINY_LIBRARY = """
+from dataclasses import dataclass
+from enum import Enum
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+class NormType(Enum):
+    NO_NORM = 0
+    RMS_NORM = 1
+
+@dataclass
+class Args:
+    norm: NormType = NormType.NO_NORM
+    eps: float = 0.0
+
+@nki.jit
+def tiny(x, weights, kargs: Args, scale: float = 2.0, state=None):
+    assert isinstance(kargs, Args) and kargs.norm is NormType.RMS_NORM and kargs.eps == 1e-6
+    assert scale == 2.0
+    value = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
+    where = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    out = nl.ndarray((1, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=value, src=weights)
+    nisa.tensor_copy(dst=where, src=value)
+    nisa.dma_copy(dst=out, src=x.ap([[64, 1], [1, 64]], scalar_offset=where))
     return out
 """
 
@@ -73,6 +146,39 @@ def test_times_stand_in_names_of_files_and_doubt_in_repetition(tmp_path: Path) -
     assert len(point.trace()) == 2
     twice = anchor_points._doubted([point, point])
     assert all("beside 2 kernels" in each.doubt for each in twice)
+
+
+def test_a_benchmark_of_the_library_runs_its_kernel_on_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, checkout = tmp_path / "library", tmp_path / "checkout"
+    (library / "src/tiny_library").mkdir(parents=True)
+    (library / "src/tiny_library/kernels.py").write_text(TINY_LIBRARY)
+    (checkout / "benchmark").mkdir(parents=True)
+    for name, text in BENCHMARKS.items():
+        (checkout / f"benchmark/{name}.py").write_text(text)
+    monkeypatch.setattr(anchor_points, "_PLACES", ("src/tiny_library",))
+    monkeypatch.setattr(sys, "path", [str(library / "src"), *sys.path])
+    for name in [n for n in sys.modules if n.split(".")[0] == "benchmark"]:
+        monkeypatch.delitem(sys.modules, name)
+    nki_sim.provide()
+    newer, tiny = anchor_points._benchmark_points(checkout, library)
+    assert tiny.kernel == (
+        "tiny x=128x64:float32 weights=1x1:float32 norm=RMS_NORM eps=1e-06 later=1 cores=1"
+    )
+    assert (tiny.family, tiny.source, tiny.order) == ("tiny", "benchmark/nakb_tiny.py", "source")
+    assert tiny.chip_us == pytest.approx(12.5)
+    trace = tiny.trace()  # the row is chosen by the weights' numbers
+    assert len(trace) == 3
+    assert newer.kernel.endswith("cores=2")
+    with pytest.raises(LookupError, match="newer: the library has no kernel of this name"):
+        newer.trace()
+    for us, names in ((12.5, ["test", newer.kernel]), (12.6, [tiny.kernel, "test", newer.kernel])):
+        known = Point(kernel="test", family="tiny", source="s", chip_us=us, trace=tiny.trace)
+        monkeypatch.setattr(anchor_points, "_library_points", lambda *_, known=known: [known])
+        monkeypatch.setattr(anchor_points, "_LIBRARY", {"tiny": "module"})
+        monkeypatch.setattr(anchor_points, "answer_imports", lambda _: None)
+        assert [point.kernel for point in find_points(library, checkout)] == names
 
 
 def test_a_trace_is_kept_and_a_slow_kernel_given_up(tmp_path: Path) -> None:
