@@ -67,7 +67,8 @@ class NormType(IntEnum):
 def fives(input_specs, seed):
     return {name: np.full(shape, 5, dtype) for name, (shape, dtype) in input_specs.items()}
 
-settings = {"kargs": SimpleNamespace(norm=NormType.RMS_NORM, eps=1e-6), "scale": None, "later": 1}
+kargs = SimpleNamespace(norm=NormType.RMS_NORM, eps=1e-6)
+settings = {"kargs": kargs, "scale": None, "later": 1, "x": None}
 reference = TorchReference(print, ("x", "weights"), settings, 1)
 specs = {"x": ((128, 64), "float32"), "weights": ((1, 1), "float32")}
 WORKLOADS = (
@@ -172,6 +173,12 @@ def test_a_benchmark_of_the_library_runs_its_kernel_on_the_sizes(
     assert newer.kernel.endswith("cores=2")
     with pytest.raises(LookupError, match="newer: the library has no kernel of this name"):
         newer.trace()
+    for us, names in ((12.5, ["test", newer.kernel]), (12.6, [tiny.kernel, "test", newer.kernel])):
+        known = Point(kernel="test", family="tiny", source="s", chip_us=us, trace=tiny.trace)
+        monkeypatch.setattr(anchor_points, "_library_points", lambda *_, known=known: [known])
+        monkeypatch.setattr(anchor_points, "_LIBRARY", {"tiny": "module"})
+        monkeypatch.setattr(anchor_points, "answer_imports", lambda _: None)
+        assert [point.kernel for point in find_points(library, checkout)] == names
 
 
 def test_a_trace_is_kept_and_a_slow_kernel_given_up(tmp_path: Path) -> None:
