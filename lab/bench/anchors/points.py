@@ -39,6 +39,7 @@ from unittest.mock import MagicMock
 import numpy as np
 
 import nki_sim
+from lab.bench.anchors.report import LATER
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.errors import UnknownValue
 from nki_sim.trace import Trace
@@ -425,7 +426,7 @@ def _doubt(family: str, first: tuple[int, ...]) -> str:
         return "its element type and chunks are left open"
     if family in _ON_EITHER and first in (_ON_EITHER[family] or (first,)):
         return "the library tests it on one core and on two"
-    return "timed with a later library than the public one"
+    return LATER
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from neuron_moe.tools.console import format_table
 
 NEAR = 0.3
+LATER = "timed with a later library than the public one"
 COLOURS = {"fitted": "#2a6fb0", "held_out": "#c8501e"}
 
 
@@ -70,7 +71,7 @@ def summarise(name: str, rows: Sequence[Row]) -> Summary:
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
-    """Return the statistics of every family and half, doubtful rows apart."""
+    """Return the statistics of every family and half, then of doubtful rows, which no half has."""
     found: list[Summary] = []
     for half in COLOURS:
         sure = [row for row in rows if row.half == half and not row.doubt]
@@ -78,9 +79,13 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
         found.extend(summarise(f"{half}: {name}", some) for name, some in families.items())
         if sure:
             found.append(summarise(f"{half}: all", sure))
-        doubtful = [row for row in rows if row.half == half and row.doubt]
-        if doubtful:
-            found.append(summarise(f"{half}: doubtful times", doubtful))
+    doubtful = [row for row in rows if row.doubt]
+    later = [row for row in doubtful if row.doubt == LATER]
+    families = {row.family: [r for r in later if r.family == row.family] for row in later}
+    found.extend(summarise(f"later library: {name}", some) for name, some in families.items())
+    others = [row for row in doubtful if row.doubt != LATER]
+    if others:
+        found.append(summarise("other doubtful times", others))
     return found
 
 
