@@ -242,9 +242,8 @@ def _hbm_ns(
 def _router_ns(model: ModelSizes, machine: Machine, tokens: int) -> float:
     """Float32 scores of the own tokens; the weights are read in float32."""
     cycles = matmul_cycles(tokens, model.hidden_size, model.num_experts)
-    tensor = cycles * COEFFICIENTS["fp32_passes"].value / COEFFICIENTS["tensor_clock_ghz"].value
     moved = model.hidden_size * (4 * model.num_experts + tokens * ROW_BYTES)
-    return max(tensor / machine.lnc, moved / machine.hbm_bytes_per_ns)
+    return _products_ns(machine, cycles * COEFFICIENTS["fp32_passes"].value, moved)
 
 
 def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> float:
@@ -254,9 +253,8 @@ def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> 
     width = ceil(model.shared_size / ranks)
     cycles = matmul_cycles(tokens, model.hidden_size, 2 * width)
     cycles += matmul_cycles(tokens, width, model.hidden_size)
-    tensor = cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc
     moved = model.shared_bytes / ranks + tokens * model.hidden_size * ROW_BYTES
-    return max(tensor, moved / machine.hbm_bytes_per_ns)
+    return _products_ns(machine, cycles, moved)
 
 
 def _latent_ns(model: ModelSizes, machine: Machine, entering: int, leaving: int) -> float:
@@ -265,9 +263,14 @@ def _latent_ns(model: ModelSizes, machine: Machine, entering: int, leaving: int)
         return 0.0
     hidden, latent = model.hidden_size, model.latent_size
     cycles = matmul_cycles(entering, hidden, latent) + matmul_cycles(leaving, latent, hidden)
-    tensor = cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc
     moved = (2 * hidden * latent + (entering + leaving) * (hidden + latent)) * ROW_BYTES
-    return max(tensor, moved / machine.hbm_bytes_per_ns)
+    return _products_ns(machine, cycles, moved)
+
+
+def _products_ns(machine: Machine, cycles: float, moved_bytes: float) -> float:
+    """Return the time of products that the cores share, beside the bytes that they move."""
+    tensor_ns = cycles / COEFFICIENTS["tensor_clock_ghz"].value / machine.lnc
+    return max(tensor_ns, moved_bytes / machine.hbm_bytes_per_ns)
 
 
 def _replicate(
