@@ -94,9 +94,9 @@ def launch(case: Case, problem: prefill.Problem, start_core: int) -> tuple[np.nd
         [T, H] float32, zeros for tokens that are not sent; simulated microseconds; the kernels.
     """
     T, K = problem.index_TK.shape
-    is_here_T = np.ones(T, bool)
+    is_here_T: np.ndarray = np.ones(T, bool)
     if case.need("is_sent"):
-        is_here_T = (problem.index_TK >= 0).any(1)
+        is_here_T = np.asarray((problem.index_TK >= 0).any(1))
     output_TH = np.zeros(problem.hidden_TH.shape, np.float32)
     rows = int(is_here_T.sum())
     if not rows:

@@ -104,45 +104,38 @@ _TENSOR: Final = (
     ),
     _probe("short matmuls", tensor.short_matmuls, (1500, 8), "matmul_floor_cycles"),
     _probe(
-        "chain through the stationary tile, wide",
+        "chain of wide tiles",
         tensor.matmul_chain,
-        (150, 128, "stationary", False),
-        "stationary_load_speedup matmul_drain_ns",
+        (150, 1, 128, 128, 2, False),
+        "stationary_load_speedup",
     ),
     _probe(
-        "chain through the stationary tile, narrow",
+        "chain of wide tiles, few loads",
         tensor.matmul_chain,
-        (150, 8, "stationary", False),
-        "stationary_load_floor_cycles",
+        (150, 4, 128, 128, 2, True),
+        "stationary_load_speedup",
     ),
+    _probe("chain", tensor.matmul_chain, (150, 1, 128, 8, 1, False), "matmul_drain_ns"),
     _probe(
-        "chain through the moving tile",
+        "chain, two stationary tiles",
         tensor.matmul_chain,
-        (150, 128, "moving", False),
-        "matmul_drain_ns",
-    ),
-    _probe(
-        "chain through the moving tile, two stationary",
-        tensor.matmul_chain,
-        (150, 128, "moving, two tiles", False),
+        (150, 1, 128, 8, 2, False),
         "stationary_reuse_skips_load",
     ),
+    _probe("narrow chain", tensor.matmul_chain, (200, 1, 8, 8, 1, True), "matmul_drain_ns"),
     _probe(
-        "narrow chain through the moving tile",
+        "chain of narrow tiles",
         tensor.matmul_chain,
-        (200, 8, "moving", True),
-        "matmul_drain_ns",
-    ),
-    _probe("tiles at once", tensor.tiles_at_once, (64, 32, 32, False), "tile_issue_cycles"),
-    _probe(
-        "tiles at once, narrow",
-        tensor.tiles_at_once,
-        (64, 32, 8, True),
+        (150, 1, 8, 64, 2, False),
         "stationary_load_floor_cycles",
     ),
     _probe(
-        "tiles at once, wide", tensor.tiles_at_once, (96, 128, 128, True), "stationary_load_speedup"
+        "chain of narrow tiles, few loads",
+        tensor.matmul_chain,
+        (150, 4, 8, 64, 2, True),
+        "stationary_load_floor_cycles",
     ),
+    _probe("tiles at once", tensor.tiles_at_once, (64,), "tile_issue_cycles"),
     _probe("pulses, short", tensor.pulses, (40, 4, 3072), "ramp_start_share"),
     _probe("pulses, long", tensor.pulses, (32, 24, 4096), "ramp_ns"),
     _probe("pulses, single", tensor.pulses, (96, 1, 1024), "ramp_start_share"),
@@ -288,8 +281,8 @@ _CONTROL: Final = (
 
 SWITCH_PROBES: Final = {
     "stationary_reuse_skips_load": (
-        "chain through the moving tile",
-        "chain through the moving tile, two stationary",
+        "chain",
+        "chain, two stationary tiles",
     ),
 }
 """Two probes of the same work, whose times differ only where a switch is on."""

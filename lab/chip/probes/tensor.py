@@ -49,56 +49,63 @@ def short_matmuls(repeats: int, columns: int) -> nl.NkiTensor:
 
 
 @nki.jit
-def matmul_chain(repeats: int, width: int, depends: str, is_narrow: bool) -> nl.NkiTensor:
-    """Multiply tiles, each of which needs the result before: as which operand.
+def matmul_chain(
+    repeats: int, matmuls: int, width: int, columns: int, tiles: int, is_narrow: bool
+) -> nl.NkiTensor:
+    """Multiply in short trains, each of which needs the result of the one before as moving tile.
+
+    A train's first stationary tile loads once its operands are there, which nothing hides; the
+    others load behind the stream. Four bfloat16 matmuls and one of float32 stream equally long.
 
     Args:
-        repeats: matmuls.
-        width: columns of the stationary tile.
-        depends: "stationary", "moving", or "moving, two tiles": two stationary tiles in turn.
+        repeats: trains.
+        matmuls: of a train.
+        width: columns of a stationary tile.
+        columns: of the moving tile.
+        tiles: stationary ones, in turn: 1 or 2.
         is_narrow: of bfloat16 instead of float32.
     """
     dtype = nl.bfloat16 if is_narrow else nl.float32
     one, other = filled(width, dtype, 0.0), filled(width, dtype, 0.0)
-    moving = filled(8, dtype, 0.0)
-    bank_ps = nl.ndarray((width, 8), dtype=nl.float32, buffer=nl.psum)
-    for turn in range(repeats):
-        stationary = other if turn % 2 == 1 and depends == "moving, two tiles" else one
-        nisa.nc_matmul(dst=bank_ps, stationary=stationary, moving=moving, accumulate=False)
-        target = one[0:width, 0:8] if depends == "stationary" else moving[0:width, 0:8]
-        nisa.tensor_copy(dst=target, src=bank_ps, engine=nisa.engine.vector)
+    moving = filled(columns, dtype, 0.0)
+    bank_ps = nl.ndarray((width, columns), dtype=nl.float32, buffer=nl.psum)
+    for turn in range(repeats * matmuls):
+        nisa.nc_matmul(
+            dst=bank_ps,
+            stationary=one if turn % tiles == 0 else other,
+            moving=moving,
+            accumulate=False,
+        )
+        if turn % matmuls == matmuls - 1:
+            nisa.tensor_copy(
+                dst=moving[0:width, 0:8], src=bank_ps[:, 0:8], engine=nisa.engine.vector
+            )
     return stored(moving)
 
 
 @nki.jit
-def tiles_at_once(repeats: int, parts: int, width: int, loads: bool) -> nl.NkiTensor:
-    """Multiply on parts of the array in turn, that have nothing to do with each other.
+def tiles_at_once(repeats: int) -> nl.NkiTensor:
+    """Multiply on the 32 x 32 parts of the array in turn, that have nothing to do with each other.
 
     Args:
         repeats: turns through all parts.
-        parts: columns of a part: 32, or 128 for parts that are as wide as the array.
-        width: columns of a stationary tile, at most as many.
-        loads: float32 tiles that change each turn, so that loading them takes longest.
     """
-    dtype = nl.float32 if loads else nl.bfloat16
-    one, other = filled(width, dtype, 0.0), filled(width, dtype, 0.0)
-    moving = filled(8, dtype, 0.0)
+    stationary, moving = filled(32, nl.bfloat16, 0.0), filled(8, nl.bfloat16, 0.0)
     bank_ps = nl.ndarray((128, 4, 8), dtype=nl.float32, buffer=nl.psum)
-    for turn in range(repeats):
-        stationary = other if loads and turn % 2 == 1 else one
+    for _turn in range(repeats):
         for row in range(4):
-            for column in range(128 // parts):
+            for column in range(4):
                 first = 32 * column
                 nisa.nc_matmul(
-                    dst=bank_ps[first : first + width, row, :],
+                    dst=bank_ps[first : first + 32, row, :],
                     stationary=stationary[32 * row : 32 * row + 32, :],
                     moving=moving[32 * row : 32 * row + 32, :],
                     accumulate=False,
                     tile_position=(32 * row, first),
-                    tile_size=(32, parts),
+                    tile_size=(32, 32),
                 )
-    tile = nl.ndarray((width, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=tile, src=bank_ps[0:width, 0, 0:1], engine=nisa.engine.vector)
+    tile = nl.ndarray((32, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=tile, src=bank_ps[0:32, 0, 0:1], engine=nisa.engine.vector)
     return stored(tile)
 
 
