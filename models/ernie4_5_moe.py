@@ -140,10 +140,16 @@ def weight_map(config: Ernie45MoeConfig) -> WeightMap:
     for layer in sparse:
         mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
         pair = mlp + "experts", moe + "expert_mlps.mlp_op"
-        bias, ours = mlp + "moe_statics.e_score_correction_bias", "router.e_score_correction_bias"
+        bias, ours = "e_score_correction_bias", moe + "router.e_score_correction_bias"
+        forms = {"separate": "moe_statics.", "fused": "gate.moe_statics."}
         rules += [
             Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            Rule(bias, moe + ours, only_row, is_exact=True),
+            *either(
+                **{
+                    form: [Rule(mlp + place + bias, ours, only_row, is_exact=True)]
+                    for form, place in forms.items()
+                }
+            ),
             *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
         ]
         if config.shared_size is not None:

@@ -25,7 +25,7 @@ from neuron_moe.models.biased_routing import (
 from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import mlp_rules, projection_names
+from neuron_moe.models.weight_rules import either, mlp_rules, projection_names
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -106,7 +106,13 @@ def weight_map(config: ExaoneMoeConfig) -> WeightMap:
 
 
 def _sparse_rules(layer: str) -> list[Rule]:
-    return sparse_rules(layer, bias="mlp.e_score_correction_bias")
+    ours, bias = f"layers.{layer}.moe.router.", "e_score_correction_bias"
+    forms = {"separate": "", "fused": "gate."}  # as published, and in transformers' modules
+    biases = {
+        form: [Rule(f"model.layers.{layer}.mlp.{place}{bias}", ours + bias, is_exact=True)]
+        for form, place in forms.items()
+    }
+    return [*sparse_rules(layer, bias=""), *either(**biases)]
 
 
 def _prediction_names(attention: list[str]) -> list[str]:

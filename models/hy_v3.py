@@ -82,9 +82,17 @@ def _sparse_rules(layer: str) -> list[Rule]:
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
     pair = mlp + "experts", moe + "expert_mlps.mlp_op"
     bias = moe + "router.e_score_correction_bias"
-    return [
-        Rule(mlp + "router.gate.weight", moe + "router.linear_router.weight"),
-        Rule(mlp + "expert_bias", bias, is_exact=True),
-        *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
-        *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
-    ]
+    return either(  # as published, and as transformers' modules are called
+        separate=[
+            Rule(mlp + "router.gate.weight", moe + "router.linear_router.weight"),
+            Rule(mlp + "expert_bias", bias, is_exact=True),
+            *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
+            *expert_rules(*pair),
+        ],
+        fused=[
+            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+            Rule(mlp + "e_score_correction_bias", bias, is_exact=True),
+            *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
+            *fused_expert_rules(*pair, transpose),
+        ],
+    )

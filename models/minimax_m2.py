@@ -18,9 +18,10 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import biased_spec, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    block_sparse_rules,
     decoder_map,
     decoder_rules,
-    expert_rules,
+    either,
     projection_names,
 )
 from neuron_moe.moe import MoE
@@ -110,13 +111,13 @@ class Model(DecoderModel):
 
 
 def weight_map(config: MiniMaxM2Config) -> WeightMap:
-    """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
-    source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
-    bias = "e_score_correction_bias"
-    rules = [
-        *decoder_rules(projection_names(has_bias=False, has_norms=True)),
-        Rule(source + "gate.weight", moe + "router.linear_router.weight"),
-        Rule(source + bias, f"{moe}router.{bias}", is_exact=True),
-        *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
-    ]
+    """Map the published tensor names to ours, and those of transformers' modules."""
+    names, bias = projection_names(has_bias=False, has_norms=True), "e_score_correction_bias"
+    ours = f"layers.{{layer}}.moe.router.{bias}"
+    places = {"separate": "block_sparse_moe", "fused": "mlp"}
+    biases = {
+        form: [Rule(f"model.layers.{{layer}}.{place}.{bias}", ours, is_exact=True)]
+        for form, place in places.items()
+    }
+    rules = [*decoder_rules(names), *either(**biases), *block_sparse_rules()]
     return decoder_map(config, rules, expert=config.num_local_experts)

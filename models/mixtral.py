@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    block_sparse_rules,
     decoder_map,
     decoder_rules,
-    expert_rules,
     projection_names,
 )
 from neuron_moe.moe import MoE
@@ -81,11 +81,6 @@ class Model(DecoderModel):
 
 
 def weight_map(config: MixtralConfig) -> WeightMap:
-    """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
-    source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
-    rules = [
-        *decoder_rules(projection_names(has_bias=False)),
-        Rule(source + "gate.weight", moe + "router.linear_router.weight"),
-        *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
-    ]
+    """Map the published tensor names to ours, and those of transformers' modules."""
+    rules = [*decoder_rules(projection_names(has_bias=False)), *block_sparse_rules()]
     return decoder_map(config, rules, expert=config.num_local_experts)

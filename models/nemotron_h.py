@@ -193,15 +193,21 @@ class Model(DecoderModel):
 
 
 def weight_map(config: NemotronHConfig) -> WeightMap:
-    """Map the published tensor names to ours."""
+    """Map the published tensor names to ours, and those of transformers' modules."""
+    rules = either(separate=_rules(config, "backbone."), fused=_rules(config, "model."))
+    head = Rule("lm_head.weight", "lm_head.weight")
+    return decoder_map(config, [head, *rules], expert=config.router.num_experts)
+
+
+def _rules(config: NemotronHConfig, source: str) -> list[Rule]:
+    """Return the rules of all but the head, experts one by one where they are of the backbone."""
     rules = [
-        Rule("backbone.embeddings.weight", "embed_tokens.weight"),
-        Rule("backbone.norm_f.weight", "norm.weight"),
-        Rule("lm_head.weight", "lm_head.weight"),
-        Rule("backbone.layers.{layer}.norm.weight", "layers.{layer}.norm.weight"),
+        Rule(source + "embeddings.weight", "embed_tokens.weight"),
+        Rule(source + "norm_f.weight", "norm.weight"),
+        Rule(source + "layers.{layer}.norm.weight", "layers.{layer}.norm.weight"),
     ]
     for layer, kind in enumerate(config.layer_types):
-        theirs, ours = f"backbone.layers.{layer}.mixer.", f"layers.{layer}."
+        theirs, ours = f"{source}layers.{layer}.mixer.", f"layers.{layer}."
         if kind == "linear_attention":
             rules += mamba_rules(theirs, ours + "self_attn.", has_bias=config.use_conv_bias)
         elif kind == "full_attention":
@@ -211,7 +217,7 @@ def weight_map(config: NemotronHConfig) -> WeightMap:
             rules += _mlp_rules(theirs, ours + "mlp.")
         else:
             rules += _expert_rules(theirs, ours + "moe.", has_latent=config.latent_size is not None)
-    return decoder_map(config, rules, expert=config.router.num_experts)
+    return rules
 
 
 def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
@@ -221,6 +227,7 @@ def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
 
 def _expert_rules(theirs: str, moe: str, *, has_latent: bool) -> list[Rule]:
     names, bias = ("up_proj", "down_proj"), "e_score_correction_bias"
+    place = "{{expert}}.{}.weight" if theirs.startswith("backbone.") else "{}"
     op, latent = f"{moe}expert_mlps.mlp_op.", {"fc1": "into", "fc2": "out_of"} if has_latent else {}
     return [
         Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
@@ -230,13 +237,8 @@ def _expert_rules(theirs: str, moe: str, *, has_latent: bool) -> list[Rule]:
             Rule(f"{theirs}{old}_latent_proj.weight", f"{moe}latent.{new}.weight")
             for old, new in latent.items()
         ),
-        *either(
-            separate=[
-                Rule(f"{theirs}experts.{{expert}}.{name}.weight", f"{op}{name}.weight", transpose)
-                for name in names
-            ],
-            fused=[
-                Rule(f"{theirs}experts.{name}", f"{op}{name}.weight", transpose) for name in names
-            ],
+        *(
+            Rule(f"{theirs}experts.{place.format(name)}", f"{op}{name}.weight", transpose)
+            for name in names
         ),
     ]

@@ -23,9 +23,9 @@ from neuron_moe.models.layers import gated_moe
 from neuron_moe.models.rope import LONGROPE, RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    block_sparse_rules,
     decoder_map,
     decoder_rules,
-    expert_rules,
     projection_names,
 )
 from neuron_moe.moe import MoE
@@ -160,15 +160,13 @@ class Model(DecoderModel):
 
 
 def weight_map(config: PhimoeConfig) -> WeightMap:
-    """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
-    source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
+    """Map the published tensor names to ours, and those of transformers' modules."""
     norms = [f"{name}_layernorm.bias" for name in ("input", "post_attention")]
     names = [*projection_names(has_bias=config.attention_bias), *norms]
     rules = [
         *decoder_rules(names),
         Rule("model.norm.bias", "norm.bias"),
         *([Rule("lm_head.bias", "lm_head.bias")] if config.lm_head_bias else ()),
-        Rule(source + "gate.weight", moe + "router.linear_router.weight"),
-        *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
+        *block_sparse_rules("router"),
     ]
     return decoder_map(config, rules, expert=config.num_local_experts)

@@ -108,6 +108,28 @@ def fused_expert_rules(source: str, target: str, transform: Transform) -> list[R
     ]
 
 
+def block_sparse_rules(router: str = "gate") -> list[Rule]:
+    """Return the rules of router and experts as Mixtral publishes them: w1 is gate, w3 up, w2 down.
+
+    Or as transformers' modules call them, and save them where it is told not to convert them back.
+
+    Args:
+        router: name of transformers' module.
+    """
+    layer, moe = "model.layers.{layer}.", "layers.{layer}.moe."
+    ours, experts = moe + "router.linear_router.weight", moe + "expert_mlps.mlp_op"
+    return either(
+        separate=[
+            Rule(layer + "block_sparse_moe.gate.weight", ours),
+            *expert_rules(layer + "block_sparse_moe.experts", experts, ("w1", "w3", "w2")),
+        ],
+        fused=[
+            Rule(f"{layer}mlp.{router}.weight", ours),
+            *fused_expert_rules(layer + "mlp.experts", experts, transpose),
+        ],
+    )
+
+
 def mlp_rules(source: str, target: str) -> list[Rule]:
     """Return the rules of gate_proj, up_proj and down_proj, which keep their names."""
     names = (f"{name}_proj.weight" for name in ("gate", "up", "down"))

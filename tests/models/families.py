@@ -113,8 +113,8 @@ MIXTRAL: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 FAMILIES |= {
-    "mixtral": Family("mixtral", MIXTRAL, variant=None),
-    "mixtral-sliding": Family("mixtral", {**MIXTRAL, "sliding_window": 8}, variant=None),
+    "mixtral": Family("mixtral", MIXTRAL),
+    "mixtral-sliding": Family("mixtral", {**MIXTRAL, "sliding_window": 8}),
 }
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -236,8 +236,8 @@ MINIMAX = {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok
 # The published spelling, rotary_dim, is not read by transformers before 5.23.
 MINIMAX_ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
 FAMILIES |= {
-    "minimax_m2": Family("minimax_m2", {**MINIMAX, "rope_parameters": MINIMAX_ROPE}, variant=None),
-    "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX, variant=None),
+    "minimax_m2": Family("minimax_m2", {**MINIMAX, "rope_parameters": MINIMAX_ROPE}),
+    "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX),
 }
 ERNIE: dict[str, Any] = {
     "intermediate_size": 96,
@@ -1051,7 +1051,7 @@ FAMILIES |= {
 }
 PHI: dict[str, Any] = {"intermediate_size": 32, "num_local_experts": 8, "router_jitter_noise": 0.4}
 FAMILIES |= {
-    "phimoe": Family("phimoe", {**PHI, "attention_bias": True, "lm_head_bias": True}, variant=None),
+    "phimoe": Family("phimoe", {**PHI, "attention_bias": True, "lm_head_bias": True}),
     "phimoe-longrope": Family(
         "phimoe",
         {
@@ -1068,7 +1068,6 @@ FAMILIES |= {
                 "original_max_position_embeddings": 256,
             },
         },
-        variant=None,
     ),
 }
 LONG = {  # left to the long run
