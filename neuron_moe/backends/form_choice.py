@@ -35,6 +35,7 @@ from neuron_moe.weights.product_forms import (
 
 _UNSURE = 1.1  # what wakes threads hangs on what else runs: such a form has to win by more
 _SMALL_LOSS = 1.05  # another form of a dense projection is not taken for less
+_LARGE_LOSS = 2.0  # nor with such a loss at few rows or many, whatever it gains at the others
 _WORTH_A_COPY = 1.5  # a second layout, twice the memory of the experts, is not kept for less
 _SHARE_LEFT = 0.5  # of the machine's memory, that a second layout must leave
 
@@ -117,7 +118,7 @@ def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
 def form_of_linear(weight_nk: Tensor) -> str:
     """Return how a dense projection is multiplied: 'plain', 'packed' or 'compiled'.
 
-    Not as a plain one only where that is faster in the mean, and nowhere much slower.
+    Not as a plain one only where that is faster in the mean, and nowhere twice as slow.
     """
     forms = linear_forms(weight_nk)
     if forms == ["plain"]:
@@ -128,7 +129,7 @@ def form_of_linear(weight_nk: Tensor) -> str:
         for form in forms
         if all(form in each for each in times.values())
     }
-    even = [form for form in gains if min(gains[form]) > 1 / _SMALL_LOSS]
+    even = [form for form in gains if min(gains[form]) > 1 / _LARGE_LOSS]
     best = max(even, key=lambda form: math.prod(gains[form]))
     return best if math.prod(gains[best]) > _SMALL_LOSS else "plain"
 
