@@ -68,7 +68,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help=f"every case of --models; default: {QUICK} of them"
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--splits",
         type=int,
         default=0,
@@ -76,7 +76,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="draw so many splits of --models over ranks, and steps, instead: each through the plan"
         " that a layer takes, with either core first",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of --splits (default: 0)")
+    parser.more.add_argument("--seed", type=int, default=0, help="of --splits (default: 0)")
     parser.add_argument(
         "--phase",
         choices=("prefill", "decode", "both"),

@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-tokens",
         type=int,
-        help="of a prompt (default: 8192, or as many as the model has)",
+        help="default: 8192, or the model's most",
     )
     parser.add_argument("--decode-tokens", type=int, default=64, help="default: 64")
     parser.more.add_argument(

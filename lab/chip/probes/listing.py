@@ -133,7 +133,7 @@ _TENSOR: Final = (
         "chain of narrow tiles, few loads",
         tensor.matmul_chain,
         (150, 4, 8, 64, 2, True),
-        "stationary_load_floor_cycles",
+        "matmul_drain_ns",
     ),
     _probe("tiles at once", tensor.tiles_at_once, (64,), "tile_issue_cycles"),
     _probe("pulses, short", tensor.pulses, (40, 4, 3072), "ramp_start_share"),
