@@ -62,7 +62,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="*",
         type=model_among(LAYERS),
         metavar="NAME",
-        help="run every split and routing of these models instead of a file; without names of all:"
+        help="run every split and routing of these models; without names of all:"
         f" {', '.join(LAYERS)}",
     )
     parser.add_argument(
