@@ -81,13 +81,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--phase",
         choices=("prefill", "decode", "both"),
         default="both",
-        help="which kernels of --models (default: both)",
+        help="whose kernels (default: both)",
     )
     parser.add_argument(
         "--chip",
         choices=("trn2", "trn3"),
         default="trn2",
-        help="which chip is simulated (default: trn2); on trn3 MX words are multiplied as stored",
+        help="default: trn2; trn3 multiplies MX words as stored",
     )
     options = parser.parse_args(argv)
     unknown = [name for name in options.models or () if name not in LAYERS]
