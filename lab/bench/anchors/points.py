@@ -15,6 +15,7 @@ the other only judges.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import importlib
@@ -465,6 +466,7 @@ def _run_workload(library: Path, family: str, workload: dict[str, Any], cores: i
         return run(_SMALL)
 
 
+@functools.cache
 def _find_kernel(library: Path, name: str) -> Any:
     """Return a function of the library, or of its tests, by its name."""
     for place in _PLACES:
