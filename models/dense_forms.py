@@ -12,10 +12,8 @@ from neuron_moe.weights.packed import PackedMatrices
 from neuron_moe.weights.product_forms import COMPILED, MEASURED
 
 
-class PackedLinear(nn.Module):
-    """A linear layer that keeps its weight in oneDNN's layout, for inference.
-
-    The state dict holds the weight as it was.
+class OwnLinear(nn.Module):
+    """A linear layer that torch does not multiply, for inference.
 
     Args:
         linear: on the CPU, float32 or bfloat16.
@@ -27,14 +25,28 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
-        (self.packed,) = PackedMatrices.of_linears([linear.weight.detach()])
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [.., out] of hidden states [.., in]."""
-        rows = self.packed.multiply(hidden.reshape(-1, self.in_features), 0, pads=False)
-        if self.bias is not None:
-            rows = rows + self.bias
+        rows = self.multiply(hidden.reshape(-1, self.in_features))
         return rows.view(*hidden.shape[:-1], self.out_features)
+
+    def multiply(self, rows_nk: Tensor) -> Tensor:
+        """Return [n, out] of rows [n, in]."""
+        raise NotImplementedError
+
+
+class PackedLinear(OwnLinear):
+    """One that keeps its weight in oneDNN's layout; the state dict holds the weight as it was."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        (self.packed,) = PackedMatrices.of_linears([linear.weight.detach()])
+
+    def multiply(self, rows_nk: Tensor) -> Tensor:
+        """Return [n, out] of rows [n, in]."""
+        output_nm = self.packed.multiply(rows_nk, 0, pads=False)
+        return output_nm if self.bias is None else output_nm + self.bias
 
     @property
     def weight(self) -> Tensor:
@@ -48,31 +60,21 @@ class PackedLinear(nn.Module):
         destination[f"{prefix}weight"] = self.weight
 
 
-class CompiledLinear(nn.Module):
-    """A linear layer that `compiled_products` multiplies, for inference; its weight stays as it is.
+class CompiledLinear(OwnLinear):
+    """One that `compiled_products` multiplies; its weight stays as it is.
 
     Where a processor has no instructions for bfloat16, torch's own product is several times slower.
-
-    Args:
-        linear: on the CPU, float32 or bfloat16.
     """
 
-    bias: nn.Parameter | None
-
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear)
         self.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
-        self.register_parameter("bias", linear.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return [.., out] of hidden states [.., in]."""
-        rows = hidden.reshape(-1, self.in_features)
-        output = compiled_products.linear(rows, self.weight, self.bias)
-        return output.view(*hidden.shape[:-1], self.out_features)
+    def multiply(self, rows_nk: Tensor) -> Tensor:
+        """Return [n, out] of rows [n, in]."""
+        return compiled_products.linear(rows_nk, self.weight, self.bias)
 
 
-OwnLinear = PackedLinear | CompiledLinear
 _FORMS = {"packed": PackedLinear, COMPILED: CompiledLinear}
 
 
