@@ -21,6 +21,7 @@ from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
     either,
+    exact_in_either,
     expert_rules,
     fused_expert_rules,
     mlp_rules,
@@ -141,14 +142,13 @@ def weight_map(config: Ernie45MoeConfig) -> WeightMap:
         mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
         pair = mlp + "experts", moe + "expert_mlps.mlp_op"
         bias, ours = "e_score_correction_bias", moe + "router.e_score_correction_bias"
-        forms = {"separate": "moe_statics.", "fused": "gate.moe_statics."}
         rules += [
             Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *either(
-                **{
-                    form: [Rule(mlp + place + bias, ours, only_row, is_exact=True)]
-                    for form, place in forms.items()
-                }
+            *exact_in_either(
+                ours,
+                only_row,
+                separate=f"{mlp}moe_statics.{bias}",
+                fused=f"{mlp}gate.moe_statics.{bias}",
             ),
             *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
         ]

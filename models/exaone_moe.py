@@ -25,7 +25,7 @@ from neuron_moe.models.biased_routing import (
 from neuron_moe.models.decoder import GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import either, mlp_rules, projection_names
+from neuron_moe.models.weight_rules import exact_in_either, mlp_rules, projection_names
 
 NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -106,13 +106,11 @@ def weight_map(config: ExaoneMoeConfig) -> WeightMap:
 
 
 def _sparse_rules(layer: str) -> list[Rule]:
-    ours, bias = f"layers.{layer}.moe.router.", "e_score_correction_bias"
-    forms = {"separate": "", "fused": "gate."}  # as published, and in transformers' modules
-    biases = {
-        form: [Rule(f"model.layers.{layer}.mlp.{place}{bias}", ours + bias, is_exact=True)]
-        for form, place in forms.items()
-    }
-    return [*sparse_rules(layer, bias=""), *either(**biases)]
+    mlp, bias = f"model.layers.{layer}.mlp.", "e_score_correction_bias"
+    biases = exact_in_either(  # as published, and in transformers' modules
+        f"layers.{layer}.moe.router.{bias}", separate=mlp + bias, fused=f"{mlp}gate.{bias}"
+    )
+    return [*sparse_rules(layer, bias=""), *biases]
 
 
 def _prediction_names(attention: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import biased_spec, gated_moe
@@ -21,7 +21,7 @@ from neuron_moe.models.weight_rules import (
     block_sparse_rules,
     decoder_map,
     decoder_rules,
-    either,
+    exact_in_either,
     projection_names,
 )
 from neuron_moe.moe import MoE
@@ -113,11 +113,11 @@ class Model(DecoderModel):
 def weight_map(config: MiniMaxM2Config) -> WeightMap:
     """Map the published tensor names to ours, and those of transformers' modules."""
     names, bias = projection_names(has_bias=False, has_norms=True), "e_score_correction_bias"
-    ours = f"layers.{{layer}}.moe.router.{bias}"
-    places = {"separate": "block_sparse_moe", "fused": "mlp"}
-    biases = {
-        form: [Rule(f"model.layers.{{layer}}.{place}.{bias}", ours, is_exact=True)]
-        for form, place in places.items()
-    }
-    rules = [*decoder_rules(names), *either(**biases), *block_sparse_rules()]
+    layer = "model.layers.{layer}."
+    biases = exact_in_either(
+        f"layers.{{layer}}.moe.router.{bias}",
+        separate=f"{layer}block_sparse_moe.{bias}",
+        fused=f"{layer}mlp.{bias}",
+    )
+    rules = [*decoder_rules(names), *biases, *block_sparse_rules()]
     return decoder_map(config, rules, expert=config.num_local_experts)

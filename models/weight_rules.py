@@ -6,7 +6,15 @@ Letters: E experts, H hidden, I intermediate.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from neuron_moe.checkpoint import Rule, Transform, WeightMap, chain, concat_gate_up, transpose
+from neuron_moe.checkpoint import (
+    Rule,
+    Transform,
+    WeightMap,
+    chain,
+    concat_gate_up,
+    identity,
+    transpose,
+)
 from neuron_moe.models.decoder import DecoderConfig
 
 _HEAD = "lm_head.weight"
@@ -139,6 +147,19 @@ def mlp_rules(source: str, target: str) -> list[Rule]:
 def either(**variants: Sequence[Rule]) -> list[Rule]:
     """Return rules that fill the same parameters from one of several storage forms, by name."""
     return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
+
+
+def exact_in_either(target: str, transform: Transform = identity, **places: str) -> list[Rule]:
+    """Return rules of an exact tensor that has another name in each storage form.
+
+    Args:
+        target: the parameter.
+        transform: from the tensor to it.
+        places: the tensor's name, by form.
+    """
+    return either(
+        **{form: [Rule(name, target, transform, is_exact=True)] for form, name in places.items()}
+    )
 
 
 def shared_sparse_rules(mlp: str, moe: str) -> list[Rule]:
