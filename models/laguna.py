@@ -35,6 +35,7 @@ from neuron_moe.models.weight_rules import (
     mlp_rules,
     projection_names,
 )
+from neuron_moe.spec import RouterSpec
 
 WINDOW, NUM_DENSE = 512, 1  # where config.json does not say
 ROPES = {
@@ -64,12 +65,14 @@ class LagunaConfig(TwoRopesConfig):
         shared_expert_intermediate_size: of the shared expert.
         heads: query heads of each layer.
         gates_elements: each element of a head has a gate of its own.
+        router_softcap: logits of routers are capped by it; 0 for none.
     """
 
     heads_key: ClassVar[str] = "num_attention_heads_per_layer"
     shared_expert_intermediate_size: int
     heads: tuple[int, ...]
     gates_elements: bool
+    router_softcap: float
 
     def __post_init__(self) -> None:
         TwoRopesConfig.__post_init__(self)
@@ -83,6 +86,12 @@ class LagunaConfig(TwoRopesConfig):
             )
 
     @property
+    def router_spec(self) -> RouterSpec:
+        """How experts are chosen; raises ValueError where that is not possible."""
+        spec: RouterSpec = TwoRopesConfig.router_spec.__get__(self)
+        return replace(spec, logit_softcap=self.router_softcap)
+
+    @property
     def shared_size(self) -> int:
         """Columns of the shared expert."""
         return self.shared_expert_intermediate_size
@@ -92,7 +101,6 @@ class LagunaConfig(TwoRopesConfig):
         """Read config.json as published with the model, or as transformers 5.x writes it."""
         reader = ConfigReader.of_family(config, "laguna")
         reader.require("moe_apply_router_weight_on_input", False)
-        reader.require("moe_router_logit_softcapping", 0.0)
         gating = True if reader.is_absent("gating") else reader.get_raw("gating")
         if gating not in GATES:
             raise ValueError(f"gating={gating!r}: must be one of {GATES}. Correct config.json.")
@@ -106,6 +114,7 @@ class LagunaConfig(TwoRopesConfig):
             shared_expert_intermediate_size=reader.get("shared_expert_intermediate_size", int),
             heads=reader.get_ints("num_attention_heads_per_layer") or usual * num_layers,
             gates_elements=gating in (False, "per-element"),
+            router_softcap=reader.get("moe_router_logit_softcapping", float, 0.0),
             **read_ropes(reader, ROPES),
             **read_feed_forward(
                 reader,

@@ -12,6 +12,7 @@ of weights and hidden states; float64 hidden states are routed in float64.
 | DeepSeek-V4 | sqrt(softplus) | score + bias, or a table of token ids | score | the same |
 | LongCat | softmax over all, identities too | score + bias | probability | x scale |
 | Phi-3.5 | sparsemixer | logits | see `mix_sparsely` | |
+| Laguna | as DeepSeek-V3, of logits that may be capped | | | |
 
 Axes: T tokens, E experts, K experts per token, H hidden, G expert groups.
 """
@@ -310,8 +311,11 @@ class Router(nn.Module):
         device = hidden_TH.device.type
         if torch.is_autocast_enabled(device):  # it would multiply in bfloat16
             with torch.autocast(device, enabled=False):
-                return nn.functional.linear(hidden_TH, weight_EH, bias_E)
-        return nn.functional.linear(hidden_TH, weight_EH, bias_E)
+                logits_TE = nn.functional.linear(hidden_TH, weight_EH, bias_E)
+        else:
+            logits_TE = nn.functional.linear(hidden_TH, weight_EH, bias_E)
+        cap = self.spec.logit_softcap
+        return torch.tanh(logits_TE / cap) * cap if cap else logits_TE
 
     def forward(self, hidden_states: Tensor, *, token_ids: Tensor | None = None) -> Routing:
         """Route [.., H] hidden states; leading axes are flattened to T.

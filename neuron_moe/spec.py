@@ -87,6 +87,7 @@ class RouterSpec:
         mixer_jitter: e, if two experts are chosen and weighed by sparsemixer (Phi-3.5): each by a
             softmax over what is left and lies no more than a share of 2 e below the highest
             logit; None if not.
+        logit_softcap: c, if logits l are c * tanh(l / c) (Laguna); 0 if not.
 
     Raises:
         ValueError: a size or a term of the formula out of range.
@@ -98,6 +99,7 @@ class RouterSpec:
     num_identity: int = 0
     table_size: int = 0
     mixer_jitter: float | None = None
+    logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         formula = self.formula
@@ -114,6 +116,9 @@ class RouterSpec:
             )
         if self.mixer_jitter is not None:
             self._check_mixer()
+        check_finite("logit_softcap", self.logit_softcap)
+        if self.logit_softcap < 0:
+            raise ValueError(f"logit_softcap={self.logit_softcap}: must be at least 0, 0 for none.")
         check_positive_int("hidden_size", self.hidden_size)
         check_choice("act_fn", formula.act_fn, ROUTER_ACTIVATIONS)
         check_bools(formula, ("act_over_topk", "has_bias", "has_selection_bias", "renormalize"))
@@ -131,7 +136,9 @@ class RouterSpec:
         """Why torch routes whatever the back end, which plans experts on their own; '' if not."""
         if self.table_size:
             return "looks up a table of token ids"
-        return "" if self.mixer_jitter is None else "computes sparsemixer, which no kernel has"
+        if self.mixer_jitter is not None:
+            return "computes sparsemixer, which no kernel has"
+        return "caps logits, which no kernel does" if self.logit_softcap else ""
 
     def _check_mixer(self) -> None:
         jitter = self.mixer_jitter or 0.0

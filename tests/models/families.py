@@ -734,6 +734,7 @@ FAMILIES |= {
             "attention_bias": True,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 1.5,
             "num_attention_heads_per_layer": LEFT_OUT,
             "rope_parameters": TWO_ROPES,
         },

@@ -62,6 +62,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "laguna-elements": {
+        "moe_router_logit_softcapping": 0.0,  # torch routes where logits are capped
         "layer_types": ["full_attention", "sliding_attention"],
         "mlp_layer_types": ["sparse", "dense"],
         "num_experts_per_tok": 2,

@@ -335,7 +335,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "flex-limit": ("flex_olmo", {"clip_qkv": 1.0}, "unknown key clip_qkv=1.0"),
     "afmoe-scores": ("afmoe", {"score_func": "softmax"}, "score_func='softmax': must be 'sigmoid'"),
     "lfm2-layers": ("lfm2_moe", {"layer_types": ["conv"]}, r"layer_types=\['conv'\]: must name"),
-    "laguna-cap": ("laguna", {"moe_router_logit_softcapping": 30.0}, "softcapping=30.0: must be 0"),
+    "laguna-cap": ("laguna", {"moe_router_logit_softcapping": -1.5}, "softcap=-1.5: must be"),
     "laguna-gate": ("laguna", {"gating": "per-layer"}, "gating='per-layer': must be one of"),
     "laguna-heads": (
         "laguna",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.inkling import modeling_inkling as inkling
+from transformers.models.laguna import modeling_laguna as laguna
 from transformers.models.longcat_flash import modeling_longcat_flash as longcat
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.phimoe import modeling_phimoe as phimoe
@@ -57,7 +58,7 @@ class Layer(NamedTuple):
     weights: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     shared: ExpertFormula | None = None
     shared_width: int = I
-    spec: Mapping[str, int] = MappingProxyType({})
+    spec: Mapping[str, float] = MappingProxyType({})
     latent: LatentSpec | None = None
     experts: int = E
 
@@ -200,6 +201,15 @@ def phi_3_5() -> Layer:
     return Layer(RouterFormula(2), ExpertFormula(), theirs, names, spec={"mixer_jitter": 0.3})
 
 
+def laguna_capped() -> Layer:
+    config = {**SIZES, "moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 2.5}
+    config |= {"shared_expert_intermediate_size": I}
+    theirs = laguna.LagunaSparseMoeBlock(SimpleNamespace(**config))
+    router = biased(routed_scaling_factor=2.5)
+    shared = ExpertFormula()
+    return Layer(router, shared, theirs, renamed({}), shared, spec={"logit_softcap": 1.5})
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     "deepseek-v4": lambda: deepseek_v4("moe"),
     "deepseek-v4-hash": lambda: deepseek_v4("hash_moe"),
@@ -209,6 +219,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "longcat-flash": longcat_flash,
     "inkling": inkling_moe,
     "phi-3.5": phi_3_5,
+    "laguna": laguna_capped,
 }
 
 
@@ -289,6 +300,7 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
         ("a table of token ids", layer.spec.get("table_size")),
         ("identity experts", layer.spec.get("num_identity")),
         ("router: torch, which computes sparsemixer", layer.spec.get("mixer_jitter")),
+        ("router: torch, which caps logits", layer.spec.get("logit_softcap")),
         ("latents", layer.latent),
     ):
         assert (part in told) == bool(is_there)
