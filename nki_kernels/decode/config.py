@@ -197,6 +197,12 @@ def list_width(config: DecodeConfig) -> int:
     return min(config.E, config.T * config.K)
 
 
+def is_written_out(config: DecodeConfig) -> bool:
+    """Whether the list is short, and known at compile time, so that no loop goes through it."""
+    is_known = config.mode == "all" or is_direct(config)
+    return is_known and list_width(config) <= entry_stride(config) * UNROLLED_ENTRIES
+
+
 def is_direct_in(config: DecodeConfig) -> bool:
     """Whether tokens are loaded as x^T, without transposing them."""
     return config.h_axis.is_strided and config.T <= DIRECT_IN

@@ -28,6 +28,7 @@ from nki_kernels.decode.config import (
     extra_floats,
     is_direct,
     is_mx,
+    is_written_out,
     item_bytes,
     joins_projections,
     list_width,
@@ -55,7 +56,6 @@ _LIST_NS = 4500.0  # from the index to the first transfer of weights
 _EXCHANGE_NS = 4000.0  # for the projections of an expert that the cores share by halves
 _EDGE_NS = 3500.0  # from the last product of an iteration to the first weights of the next one
 _EDGES_OF_AN_ITERATION, _LONGEST_ITERATION = 12, 16  # entries, powers of two
-_ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
 _MAX_CHUNKS = 512
@@ -152,8 +152,6 @@ def _fastest(draft: DecodeConfig, request: DecodeRequest, room: int) -> DecodeCo
             found_ns = decode_ns(found, touched)
             if mode != "all":
                 found_ns += request.front_ns  # in which mode "all" already loads weights
-            elif len(modes) > 1:
-                found_ns *= _ALL_MARGIN
             if found_ns < best_ns:
                 best, best_ns = found, found_ns
     if best is None:
@@ -294,7 +292,7 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     elif config.shard == "experts" and config.chunks % config.num_cores:
         # An odd expert is shared as well as its chunks allow.
         items += _odd_share(config) / config.num_cores
-    if not is_direct(config) and config.mode == "selective":
+    if not is_written_out(config):
         # At the end of an iteration nothing is computed while the last chunk is activated.
         compute += _ACTIVATE_NS * chip.steps / (config.unroll * core_chunks(config))
         edge_ns = _edge_ns(config) / (config.unroll * core_chunks(config))

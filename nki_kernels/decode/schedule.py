@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nki_kernels.decode.config import (
-    UNROLLED_ENTRIES,
     DecodeConfig,
     entry_stride,
     group_size,
     is_direct,
+    is_written_out,
     keeps_scales,
     list_width,
     loads_bias,
@@ -50,7 +50,7 @@ def make_loops(config: DecodeConfig) -> tuple[Loop, ...]:
     whole = width // stride * stride
     looped = 0
     loops = []
-    if width > stride * UNROLLED_ENTRIES:
+    if not is_written_out(config):
         looped = width // (stride * unroll) * stride * unroll
     if looped > 0:
         loops.append(_loop(config, unroll, end=looped))
