@@ -72,7 +72,7 @@ class LagunaConfig(TwoRopesConfig):
     shared_expert_intermediate_size: int
     heads: tuple[int, ...]
     gates_elements: bool
-    router_softcap: float
+    router_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         TwoRopesConfig.__post_init__(self)
