@@ -28,7 +28,7 @@ from neuron_moe.backends.cuda import decode_kernels, hopper
 from neuron_moe.backends.cuda.products import Product
 from neuron_moe.backends.cuda.records import constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile, decode_tile, token_tile
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, limits
 
 MOST_SHARED_BYTES = 232448  # of a multiprocessor of an H100 or H200
 WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
@@ -64,6 +64,21 @@ MORE_PRODUCTS = {
         "gathered": {"gathers": "left"},
     }.items()
 } | {"weights, gathered left": {"gathers": "left", "sums_rows": True}}
+SILU = ExpertFormula()
+FORMULAS = {
+    "relu2": ExpertFormula("relu2", has_gate=False),
+    "situ": ExpertFormula("sigmoid", gates_itself=True, gate_softcap=4.0, up_softcap=25.0),
+    "clamped": ExpertFormula(gate_limits=limits(None, 10.0), up_limits=limits(-10.0, 10.0)),
+    "oai": ExpertFormula(
+        "sigmoid",
+        scale=1.702,
+        gates_itself=True,
+        gate_limits=limits(None, 7.0),
+        up_limits=limits(-7.0, 7.0),
+        up_offset=1.0,
+    ),
+    "gelu_tanh": ExpertFormula("gelu_tanh"),
+}
 
 
 def describe(block: list[int]) -> str:
@@ -85,11 +100,9 @@ def compile_for_hopper(
     return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def compile_product(**fields: Any) -> Any:
+def compile_product(formula: ExpertFormula = SILU, **fields: Any) -> Any:
     sizes = {"num_experts": 8, "height": 512, "depth": 768, "width": 2048, "top_k": 4}
-    product = Product(
-        HopperTile(), programs=132, **sizes, **constants_of(ExpertFormula()), **fields
-    )
+    product = Product(HopperTile(), programs=132, **sizes, **constants_of(formula), **fields)
     stored = product.stored_block
     blocks = {
         "left_desc": product.left_block,
@@ -140,7 +153,7 @@ def compile_codes(form: str) -> Any:
     return compile_for_hopper(ASTSource, decode_kernels.project_pairs, signature, known, options)
 
 
-def compile_token() -> Any:
+def compile_token(formula: ExpertFormula = SILU) -> Any:
     """Compile the second product of one token, which begins beside the first."""
     tile = token_tile(4, 768, 1024)
     known = {
@@ -150,7 +163,7 @@ def compile_token() -> Any:
         "PARTS": 1,
         "HAS_FIRST_BIAS": True,
         "HAS_BIAS": True,
-        **constants_of(ExpertFormula()),
+        **constants_of(formula),
         "TOP_K": 4,
         "ROWS": tile.rows,
         "DEPTH_PART": tile.depth_part,
@@ -194,6 +207,10 @@ def report(folder: Path, which: str) -> dict[str, dict[str, Any]]:
     }
     if which == "few tokens":
         makers = {**{form: partial(compile_codes, form) for form in CODES}, "token": compile_token}
+    if which == "formulas":
+        for name, formula in FORMULAS.items():
+            makers[name] = partial(compile_product, formula, **FIRST)
+            makers[f"token {name}"] = partial(compile_token, formula)
     words = (*WORDS, *OVERLAPS.values(), DECODES)
     for name, make in makers.items():
         compiled = make()
@@ -240,6 +257,14 @@ def test_codes_are_decoded_four_at_once_in_registers(form: str) -> None:
     found = reported("few tokens")[form]
     assert {DECODES, OVERLAPS["codes"]} <= {*found["code"]}
     assert found["stack"] == [0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMULAS)
+def test_each_formula_compiles_for_many_tokens_and_for_one(name: str) -> None:
+    found = reported("formulas")
+    check_product(FIRST, found[name])
+    assert found[f"token {name}"]["stack"] == [0]
 
 
 @pytest.mark.long
