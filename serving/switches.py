@@ -51,7 +51,6 @@ SWITCHES = (
     *_plain("model_config", False, "our model reads token ids", "enable_prompt_embeds"),
     *_plain("model_config", None, "our own reader decodes the checkpoint", "quantization_config"),
     *_plain("model_config", None, "config.json beside the weights is read", "hf_config_path"),
-    *_plain("model_config", False, "windows are those of config.json", "disable_sliding_window"),
     Switch("convert", "model_config.convert", ("auto", "none", "embed"), "no head classifies"),
     Switch("load_format", "load_config.load_format", ("auto", "hf", "safetensors"), _READS),
     *_plain("load_config", None, _READS, "safetensors_load_strategy"),

@@ -30,7 +30,6 @@ REFUSED = {
     "quantization": ["--quantization=fp8"],
     "quantization_config": ['--quantization-config={"ignore": ["lm_head"]}'],
     "hf_config_path": ["--hf-config-path={model}"],
-    "disable_sliding_window": ["--disable-sliding-window"],
     "config_format": ["--config-format=mistral"],
     "convert": ["--convert=classify"],
     "load_format": ["--load-format=dummy"],
@@ -108,7 +107,6 @@ INTERFACES = {
 }
 # Settings of `serve` beside which a switch gets as far as our model.
 BESIDE: dict[str, dict[str, Any]] = {
-    "disable_sliding_window": {"max_model_len": 64},
     "decode_context_parallel_size": {"tp": 2},
 }
 OF_SERVE = {
