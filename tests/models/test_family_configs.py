@@ -411,7 +411,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "v4-groups": ("deepseek_v4", {"o_groups": 3}, "o_groups=3: must divide num_attention_heads=4"),
     "v4-index": ("deepseek_v4", {"index_head_dim": 4}, "index_head_dim=4: must not be below the 8"),
     "v4-limit": ("deepseek_v4", {"swiglu_limit": 0.0}, "swiglu_limit=0.0: must be positive"),
-    "v4-tied": ("deepseek_v4", {"tie_word_embeddings": True}, "tie_word_embeddings=True: must be"),
     "v4-rate": (
         "deepseek_v4",
         {"compress_rates": {"heavily_compressed_attention": 0}},
