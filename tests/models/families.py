@@ -524,7 +524,7 @@ LONGCAT: dict[str, Any] = {
     "moe_topk": 3,
     "routed_scaling_factor": 2.0,
 }
-FAMILIES |= {"longcat_flash": Family("longcat_flash", LONGCAT, variant=None, is_saved_alike=False)}
+FAMILIES |= {"longcat_flash": Family("longcat_flash", LONGCAT, is_saved_alike=False)}
 FAMILIES |= {
     "glm4_moe_lite": Family(
         "glm4_moe_lite",
@@ -818,7 +818,7 @@ STEP: dict[str, Any] = {
     },
 }
 FAMILIES |= {
-    "step3p5": Family("step3p5", STEP, variant=None),
+    "step3p5": Family("step3p5", STEP, variant="published"),
     "step3p5-biases": Family(
         "step3p5",
         {
@@ -830,7 +830,7 @@ FAMILIES |= {
             "rope_parameters": LEFT_OUT,
             "swiglu_limits": None,
         },
-        variant=None,
+        variant="published",
     ),
 }
 KIMI_LINEAR: dict[str, Any] = {
