@@ -48,7 +48,11 @@ INDEX_KEYS = {  # of the indexer: in a section as published, and as transformers
 }
 OTHER_KEYS = (
     *("index_head_dim", "index_n_heads", "index_local_blocks", "hidden_act", "router_jitter_noise"),
-    *("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "image_token_id", "video_token_id"),
+    *("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+)
+IMAGE_KEYS = (
+    *(f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")),
+    *("merged_hidden_size", "projector_hidden_size"),
 )
 
 
@@ -60,6 +64,7 @@ class MiniMaxM3Config(DecoderConfig):
         max_position_embeddings: at most the keys that a token attends to in every layer.
         sparse_layers: those with experts.
         indexed_layers: those whose attention has an indexer.
+        num_vision_layers: of the vision tower beside the text model; None without one.
     """
 
     length_reason: ClassVar[str] = (
@@ -76,6 +81,7 @@ class MiniMaxM3Config(DecoderConfig):
     swiglu_limit: float
     sparse_layers: tuple[int, ...]
     indexed_layers: tuple[int, ...]
+    num_vision_layers: int | None = None
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -110,8 +116,9 @@ class MiniMaxM3Config(DecoderConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM3Config":
         """Read config.json as published with the model, or as transformers 5.x writes it."""
-        config, _ = read_text_section(config, ALIASES[0], "num_hidden_layers", OTHER_KEYS)
-        reader = ConfigReader.of_family(config, "minimax_m3_vl_text", *OTHER_KEYS)
+        ignored = *OTHER_KEYS, *IMAGE_KEYS
+        text, vision_layers = read_text_section(config, ALIASES[0], "num_hidden_layers", ignored)
+        reader = ConfigReader.of_family(text, "minimax_m3_vl_text", *ignored)
         num_layers, head_dim = reader.get("num_hidden_layers", int), reader.get("head_dim", int)
         index = ConfigReader(reader.get_section("sparse_attention_config"), "sparse_attention")
         published = index.get_ints("sparse_attention_freq") or (0,) * num_layers
@@ -144,6 +151,7 @@ class MiniMaxM3Config(DecoderConfig):
             max_position_embeddings=min(longest, blocks * size) if indexed else longest,
             sparse_layers=sparse or read_sparse_layers(reader, 0),
             indexed_layers=indexed,
+            num_vision_layers=vision_layers,
             **{
                 name: reader.get(name, int)
                 for name in ("intermediate_size", "num_local_experts", "num_experts_per_tok")
@@ -186,10 +194,15 @@ class Model(DecoderModel):
 
 
 def weight_map(config: MiniMaxM3Config) -> WeightMap:
-    """Map the published tensor names, and those of transformers' text model, to ours."""
+    """Map the published tensor names to ours, and those of transformers' models."""
     names = projection_names(has_bias=False, has_norms=True)
-    sources = {"transformers": "model.", "published": "language_model.model."}
-    heads = {"transformers": "lm_head.weight", "published": "language_model.lm_head.weight"}
+    sources = {
+        "transformers": "model.",
+        "published": "language_model.model.",
+        "modules": "model.language_model.",  # of the model with a vision tower
+    }
+    heads = dict.fromkeys(sources, "lm_head.weight")
+    heads["published"] = "language_model.lm_head.weight"
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     rules = either(
         **{
@@ -202,15 +215,20 @@ def weight_map(config: MiniMaxM3Config) -> WeightMap:
     )
     ignored = [
         f"{source}layers.{{layer}}.self_attn.{prefix}{part}.weight"
-        for source, prefix in zip(sources.values(), ("indexer.", "index_"), strict=True)
+        for form, source in sources.items()
+        for prefix in ("index_" if form == "published" else "indexer.",)
         for part in ("q_proj", "k_proj", "q_norm", "k_norm")
     ]
-    return decoder_map(config, rules, ignored, expert=config.num_local_experts)
+    sizes = {"expert": config.num_local_experts}
+    if config.num_vision_layers is not None:
+        sizes["vision_layer"] = config.num_vision_layers
+        ignored += _vision_names()
+    return decoder_map(config, rules, ignored, **sizes)
 
 
 def _layer_rules(form: str, source: str, sparse: list[str], dense: list[str]) -> list[Rule]:
-    """Return the rules of the feed-forward parts, as one of both forms has them."""
-    rules, is_fused = [], form == "transformers"
+    """Return the rules of the feed-forward parts, as one of the forms has them."""
+    rules, is_fused = [], form != "published"
 
     def mlp_rules(theirs: str, ours: str) -> list[Rule]:
         pair = tuple(f"{theirs}.{name}_proj.weight" for name in ("gate", "up"))
@@ -238,3 +256,23 @@ def _layer_rules(form: str, source: str, sparse: list[str], dense: list[str]) ->
             ),
         ]
     return rules
+
+
+def _vision_names() -> list[str]:
+    """Return the tensors of the vision tower, which is no part of this model, in both forms."""
+    parts = ["layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2"]
+    parts += [f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
+    towers = ("vision_tower.vision_model.", "encoder."), ("model.vision_tower.", "")
+    stems = [
+        tower + part
+        for tower, encoder in towers
+        for part in ("pre_layrnorm", *(f"{encoder}layers.{{vision_layer}}.{it}" for it in parts))
+    ]
+    projector, own = "multi_modal_projector.", "model.multi_modal_projector."
+    projectors = projector, own, "patch_merge_mlp.", own + "merge_"
+    stems += [f"{name}linear_{number}" for name in projectors for number in (1, 2)]
+    return [
+        *(f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")),
+        "vision_tower.vision_model.embeddings.patch_embedding.weight",
+        "model.vision_tower.embeddings.proj.weight",
+    ]
