@@ -9,12 +9,12 @@ Source: transformers, `models/minimax_m3_vl/modeling_minimax_m3_vl.py`; MiniMaxA
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from neuron_moe.checkpoint import Rule, WeightMap, concat_gate_up, transpose
+from neuron_moe.checkpoint import Rule, WeightMap, concat_gate_up
 from neuron_moe.models.biased_routing import read_sparse_layers
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
@@ -29,11 +29,10 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
-    either,
     expert_rules,
-    fused_expert_rules,
     projection_names,
     split_layers,
+    with_modules,
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
@@ -194,68 +193,52 @@ class Model(DecoderModel):
 
 
 def weight_map(config: MiniMaxM3Config) -> WeightMap:
-    """Map the published tensor names to ours, and those of transformers' models."""
+    """Map the published tensor names to ours, and those of transformers' modules."""
+    source = "language_model.model."
     names = projection_names(has_bias=False, has_norms=True)
-    sources = {
-        "transformers": "model.",
-        "published": "language_model.model.",
-        "modules": "model.language_model.",  # of the model with a vision tower
-    }
-    heads = dict.fromkeys(sources, "lm_head.weight")
-    heads["published"] = "language_model.lm_head.weight"
+    rules = decoder_rules(names, source=source, head="language_model.lm_head.weight")
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    rules = either(
-        **{
-            form: [
-                *decoder_rules(names, source=source, head=heads[form]),
-                *_layer_rules(form, source + "layers.", sparse, dense),
-            ]
-            for form, source in sources.items()
-        }
-    )
-    ignored = [
-        f"{source}layers.{{layer}}.self_attn.{prefix}{part}.weight"
-        for form, source in sources.items()
-        for prefix in ("index_" if form == "published" else "indexer.",)
-        for part in ("q_proj", "k_proj", "q_norm", "k_norm")
-    ]
-    sizes = {"expert": config.num_local_experts}
+    for layer in dense:
+        rules += _mlp_rules(f"{source}layers.{layer}.mlp", f"layers.{layer}.mlp")
+    for layer in sparse:
+        rules += _sparse_rules(f"{source}layers.{layer}.block_sparse_moe.", f"layers.{layer}.moe.")
+    sizes, ignored = {"expert": config.num_local_experts}, []
+    modules = "model."  # of the text model
     if config.num_vision_layers is not None:
+        modules = "model.language_model."
         sizes["vision_layer"] = config.num_vision_layers
         ignored += _vision_names()
-    return decoder_map(config, rules, ignored, **sizes)
+    ignored += [
+        f"{start}layers.{{layer}}.self_attn.{index}{part}_{kind}.weight"
+        for start, index in ((source, "index_"), (modules, "indexer."))
+        for part in "qk"
+        for kind in ("proj", "norm")
+    ]
+    both = with_modules(decoder_map(config, rules, ignored, **sizes), {}, modules)
+    if config.num_vision_layers is not None:
+        return both
+    # Of the text model alone transformers saves modules.
+    return replace(both, rules=sorted(both.rules, key=lambda rule: rule.variant != "modules"))
 
 
-def _layer_rules(form: str, source: str, sparse: list[str], dense: list[str]) -> list[Rule]:
-    """Return the rules of the feed-forward parts, as one of the forms has them."""
-    rules, is_fused = [], form != "published"
+def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
+    """Return the rules of an MLP whose gate and up projections are one here."""
+    pair = tuple(f"{theirs}.{name}_proj.weight" for name in ("gate", "up"))
+    return [
+        Rule(pair, f"{ours}.gate_up_proj.weight", concat_gate_up),
+        Rule(f"{theirs}.down_proj.weight", f"{ours}.down_proj.weight"),
+    ]
 
-    def mlp_rules(theirs: str, ours: str) -> list[Rule]:
-        pair = tuple(f"{theirs}.{name}_proj.weight" for name in ("gate", "up"))
-        fused = f"{theirs}.gate_up_proj.weight"
-        first = Rule(fused if is_fused else pair, f"{ours}.gate_up_proj.weight")
-        first = first if is_fused else Rule(pair, first.target, concat_gate_up)
-        return [first, Rule(f"{theirs}.down_proj.weight", f"{ours}.down_proj.weight")]
 
-    for layer in dense:
-        rules += mlp_rules(f"{source}{layer}.mlp", f"layers.{layer}.mlp")
-    for layer in sparse:
-        theirs = f"{source}{layer}." + ("mlp." if is_fused else "block_sparse_moe.")
-        moe, bias = f"layers.{layer}.moe.", "e_score_correction_bias"
-        pair = (theirs + "experts", moe + "expert_mlps.mlp_op")
-        rules += [
-            Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
-            Rule(
-                theirs + ("gate." if is_fused else "") + bias, f"{moe}router.{bias}", is_exact=True
-            ),
-            *mlp_rules(theirs + "shared_experts", moe + "shared_experts"),
-            *(
-                fused_expert_rules(*pair, transpose)
-                if is_fused
-                else expert_rules(*pair, ("w1", "w3", "w2"))
-            ),
-        ]
-    return rules
+def _sparse_rules(theirs: str, moe: str) -> list[Rule]:
+    """Return the rules of the experts of a layer."""
+    bias = "e_score_correction_bias"
+    return [
+        Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
+        Rule(theirs + bias, f"{moe}router.{bias}", is_exact=True),
+        *_mlp_rules(theirs + "shared_experts", moe + "shared_experts"),
+        *expert_rules(theirs + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
+    ]
 
 
 def _vision_names() -> list[str]:

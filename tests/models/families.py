@@ -479,7 +479,7 @@ MINIMAX_M3: dict[str, Any] = {
     },
 }
 FAMILIES |= {
-    "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="transformers"),
+    "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="modules"),
 }
 NEMOTRON: dict[str, Any] = {
     "num_hidden_layers": 5,
