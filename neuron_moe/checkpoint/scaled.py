@@ -4,7 +4,7 @@ What publishers write for a weight `X.weight` of a linear layer, [out, in]:
 
     codes                        scales                                    for instance
     X.weight        float8       X.weight_scale_inv [out/128, in/128]      DeepSeek-V3, MiniMax-M2
-    X.weight        float8       X.weight_scale     [out, 1] or [1]        Llama 4 Maverick FP8
+    X.weight        float8       X.weight_scale     [out, 1], [out], [1]   Llama 4 Maverick FP8
     X.weight_packed uint8        X.weight_scale     [out, in/32] uint8     compressed-tensors MXFP4
     X.weight        float8       X.scale            [out/128, in/128]      DeepSeek-V4
     X.weight        int8         X.scale            [out, in/32] e8m0      DeepSeek-V4, MXFP4
@@ -114,6 +114,7 @@ def expand_scales(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
             f"{scales.name}: dtype {scales.dtype} must be float32, bfloat16, float16 or e8m0, to"
             f" scale {codes.name}. Download the checkpoint again."
         )
+    scales = _with_columns(codes, scales)
     steps = _steps(codes, scales)
 
     def read(selection: Selection) -> Tensor:
@@ -128,6 +129,19 @@ def expand_scales(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
         return factor.expand(tuple(map(len, selection)))
 
     return LazyTensor(scales.name, codes.shape, torch.float32, read)
+
+
+def _with_columns(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
+    """Return scales of rows, [R] of [R, C], or of experts as if they had further axes, of one."""
+    missing = len(codes.shape) - len(scales.shape)
+    if not scales.shape or missing < 1 or scales.shape != codes.shape[:-missing]:
+        return scales
+
+    def read(selection: Selection) -> Tensor:
+        part = scales.read(selection[:-missing])
+        return part.reshape(*part.shape, *(1,) * missing)
+
+    return LazyTensor(scales.name, (*scales.shape, *(1,) * missing), scales.dtype, read)
 
 
 def _steps(codes: LazyTensor, scales: LazyTensor) -> tuple[int, ...]:

@@ -152,6 +152,7 @@ def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> Non
 
 
 PHI_ROPE = FAMILIES["phimoe-longrope"].config()["rope_parameters"]
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-unknown": ("qwen3_moe", {"moe_intermediate": 3}, "unknown key moe_intermediate=3"),
     "qwen3-missing": ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
@@ -190,6 +191,35 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
             }
         },
         "format='nvfp4-pack-quantized' must be float-quantized or",
+    ),
+    "glm4-static": (
+        "glm4_moe",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {
+                    "group_0": {"weights": {"type": "float"}, "input_activations": STATIC}
+                },
+            }
+        },
+        "group_0 has input_activations of dynamic=False, must be dynamic",
+    ),
+    "glm4-cache": (
+        "glm4_moe",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "kv_cache_scheme": STATIC,
+            }
+        },
+        "kv_cache_scheme, with scales of keys and values, must be null",
+    ),
+    "mixtral-static": (
+        "mixtral",
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        "activation_scheme='static', with scales of activations, must be 'dynamic'",
     ),
     "mixtral-no-window": ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
     "llama4-missing": ("llama4-scout", {"use_qk_norm": None}, "use_qk_norm is missing"),

@@ -96,6 +96,16 @@ def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path: Path) -> None:
     assert torch.equal(found, (codes.float() * scale)[[3, 1], 2:5])
 
 
+@pytest.mark.parametrize("shape", [(6,), (6, 6)], ids=["row", "rows of experts"])
+def test_scales_without_an_axis_for_columns_are_of_rows(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    codes, scale = codes_of(*shape, 6), torch.rand(shape)  # square: columns would fit, too
+    weight = saved(tmp_path, **{"": codes, "_scale": scale})
+    found = weight.read(((4, 1), *(range(6) for _ in shape)))
+    assert torch.equal(found, (codes.float() * scale[..., None])[[4, 1]])
+
+
 def test_scales_of_weights_that_are_not_codes_stay_tensors(tmp_path: Path) -> None:
     tensors = {NAME: torch.ones(2, 2), NAME + "_scale": torch.ones(2, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -123,6 +133,11 @@ def test_scales_that_do_not_belong_to_their_codes_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_all(tmp_path, tensors)
+
+
+def test_codes_without_scales_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{NAME}: .*codes must have {NAME}_scale_inv"):
+        read_all(tmp_path, {"": codes_of(4, 4)})
 
 
 @pytest.mark.parametrize("in_axis", [-1, -2])
