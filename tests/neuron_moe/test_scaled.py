@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neuron_moe.checkpoint import LazyTensor, open_checkpoint
 from neuron_moe.checkpoint.encodings import ENCODINGS
-from neuron_moe.checkpoint.lazy import runs
+from neuron_moe.checkpoint.lazy import runs, stack
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -135,9 +135,14 @@ def test_scales_that_do_not_belong_to_their_codes_are_refused(
         read_all(tmp_path, tensors)
 
 
-def test_codes_without_scales_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"{NAME}: .*codes must have {NAME}_scale_inv"):
-        read_all(tmp_path, {"": codes_of(4, 4)})
+def test_an_expert_whose_codes_lack_scales_is_named(tmp_path: Path) -> None:
+    tensors = {f"experts.{expert}.weight": codes_of(4, 4) for expert in range(2)}
+    tensors |= {"experts.0.weight_scale": torch.ones(4, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    parts = [checkpoint.lazy(f"experts.{expert}.weight") for expert in range(2)]
+    with pytest.raises(ValueError, match=r"experts.1.weight: .*codes have scales beside them"):
+        stack(parts)
 
 
 @pytest.mark.parametrize("in_axis", [-1, -2])
