@@ -171,16 +171,16 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
         r"weight_block_size=\[64, 64\] must be \[128, 128\], or absent",
     ),
-    "kimi-int4": (
+    "kimi-int8": (
         "deepseek_v3",
         {
             "quantization_config": {
                 "quant_method": "compressed-tensors",
                 "format": "pack-quantized",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
             }
         },
-        "group_0 has weights of type='int', must be 'float'",
+        "'num_bits': 8, 'symmetric': True}, must be of type 'float', or {'type': 'int', 'num_b",
     ),
     "glm4-other-packing": (
         "glm4_moe",

@@ -38,6 +38,7 @@ def codes_of(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
 SCALES = {
     "blocks": ("_scale_inv", (2, 3), lambda row, column: (row // 128, column // 128)),
     "rows": ("_scale", (200, 1), lambda row, column: (row, 0)),
+    "parts of rows": ("_scale", (200, 6), lambda row, column: (row, column // 50)),
     "columns": ("_scale", (1, 300), lambda row, column: (0, column)),
     "one": ("_scale", (1,), lambda row, column: (0,)),
     "scalar": ("_scale", (), lambda row, column: ()),
@@ -89,6 +90,24 @@ def test_mxfp4_may_be_int8_with_e8m0_beside(tmp_path: Path) -> None:
     assert torch.equal(found, expected[[7, 2, 5], 32:])
 
 
+def test_int4_of_compressed_tensors_is_eight_codes_to_a_word(tmp_path: Path) -> None:
+    codes, scale = torch.randint(-8, 8, (6, 96)), torch.rand(6, 3).to(torch.bfloat16)
+    words = [
+        [
+            sum((int(code) + 8) << 4 * place for place, code in enumerate(row[start : start + 8]))
+            for start in range(0, 96, 8)
+        ]
+        for row in codes
+    ]
+    packed = torch.tensor(words).to(torch.uint32).view(torch.int32)
+    tensors = {"_packed": packed, "_scale": scale, "_shape": torch.tensor([6, 96])}
+    weight = saved(tmp_path, **tensors)
+    expected = codes.float() * scale.float().repeat_interleave(32, 1)
+    assert torch.equal(weight.read((range(6), range(96))), expected)
+    found = weight.read(((5, 1), (70, 3, 9, 95)))
+    assert torch.equal(found, expected[[5, 1]][:, [70, 3, 9, 95]])
+
+
 def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path: Path) -> None:
     codes, scale = codes_of(4, 6, 10), torch.rand(4, 1, 10)
     weight = saved(tmp_path, **{"": codes, "_scale": scale})
@@ -123,10 +142,12 @@ def read_all(folder: Path, tensors: dict[str, Tensor]) -> None:
         ({"": codes_of(200, 300), "_scale_inv": torch.ones(2, 2)}, r"be \[2, 3\], one for each bl"),
         ({"": codes_of(200, 300), "_scale": torch.ones(100, 1)}, r"_scale \[100, 1\]: must have"),
         ({"": codes_of(4, 4), "_scale": torch.ones(4, 1, dtype=torch.int32)}, "dtype torch.int32"),
+        ({"": codes_of(4, 4), "_scale": torch.ones(4, 0)}, r"_scale \[4, 0\]: must have one value"),
+        ({"": codes_of(4, 4), "_scale": torch.ones(4, 3)}, r"_scale \[4, 3\]: .* parts of a row"),
         ({"": codes_of(4, 4), "_scale": torch.full((4, 1), float("inf"))}, "4 NaN or infinite"),
         ({"": torch.full((4, 4), 448.0).to(E4M3), "_scale": torch.full((1,), 3e38)}, "so large"),
     ],
-    ids=["grid", "rows", "dtype", "infinite", "overflow"],
+    ids=["grid", "rows", "dtype", "none", "parts", "infinite", "overflow"],
 )
 def test_scales_that_do_not_belong_to_their_codes_are_refused(
     tmp_path: Path, tensors: dict[str, Tensor], message: str
