@@ -17,16 +17,22 @@ import torch
 from torch import nn
 
 from neuron_moe.activations import activation_of
-from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.checkpoint import Rule, WeightMap, concat_mixed
 from neuron_moe.models.biased_routing import BiasedRoutingModel, prediction_blocks, read_limits
-from neuron_moe.models.channel_delta import ChannelDeltaAttention
+from neuron_moe.models.channel_delta import MIXED, MODULES, ChannelDeltaAttention
 from neuron_moe.models.deepseek_v3 import LatentAttention, latent_names
 from neuron_moe.models.delta_net import DeltaNetSizes
 from neuron_moe.models.hf_config import ConfigReader, respell
 from neuron_moe.models.kimi_linear import DEFAULTS, LAYER_TYPES, NAMES, KimiLinearConfig
 from neuron_moe.models.layers import GatedMLP, build_shared, clamped_silu, gated, gated_moe
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import decoder_map, decoder_rules, expert_rules, mlp_rules
+from neuron_moe.models.weight_rules import (
+    decoder_map,
+    decoder_rules,
+    expert_rules,
+    mlp_rules,
+    with_modules,
+)
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 
@@ -186,7 +192,8 @@ def weight_map(config: BailingHybridConfig) -> WeightMap:
         rules += _latent_rules(config, number) if attends else _delta_rules(number)
         dense = mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
         rules += _sparse_rules(number) if layer in config.sparse_layers else dense
-    return decoder_map(config, rules, (), blocks, expert=config.n_routed_experts)
+    published = decoder_map(config, rules, (), blocks, expert=config.n_routed_experts)
+    return with_modules(published, {"q_gate_proj": "g_proj", **MODULES})
 
 
 def _latent_rules(config: BailingHybridConfig, layer: str) -> list[Rule]:
@@ -204,13 +211,13 @@ def _delta_rules(layer: str) -> list[Rule]:
     pairs = {f"{name}_proj.weight": f"{name}_proj.weight" for name in "fgb"}
     pairs["o_norm.weight"] = "norm_weight"
     exact = {name: name for name in ("dt_bias", "A_log")}
-    for name in ("query", "key", "value"):
-        pairs |= {f"{name[0]}_proj.weight": f"{name}_proj.weight"}
-        exact |= {f"{name[0]}_conv1d.weight": f"{name}_conv"}
+    pairs |= {f"{name[0]}_proj.weight": f"{name}_proj.weight" for name in MIXED}
+    taps = tuple(f"{theirs}{name[0]}_conv1d.weight" for name in MIXED)
     out = ours + "out_proj.weight"
     return [
         *(Rule(theirs + their, ours + our) for their, our in pairs.items()),
         *(Rule(theirs + their, ours + our, is_exact=True) for their, our in exact.items()),
+        Rule(taps, ours + "conv_weight", concat_mixed, is_exact=True),
         Rule(theirs + "o_proj.weight", out, variant="published"),
         Rule(theirs + "dense.weight", out, variant="transformers"),
     ]

@@ -17,6 +17,15 @@ from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.delta_net import DeltaLayer, DeltaNetSizes, Inputs
 from neuron_moe.models.layers import unit_rms
 
+MIXED = ("query", "key", "value")  # by the short convolution
+# What transformers' modules call our parameters of such a layer.
+MODULES = {
+    **{f"{name}_proj": f"{name[0]}_proj" for name in (*MIXED, "out")},
+    "conv_weight": "conv1d.weight",
+    "norm_weight": "o_norm.weight",
+    **{f"self_attn.{name}": f"self_attn.forget_gate.{name}" for name in ("f_", "A_log", "dt_bias")},
+}
+
 
 class ChannelDeltaAttention(DeltaLayer):
     """Projections, gates and a norm around an exchangeable recurrence.
@@ -55,16 +64,11 @@ class ChannelDeltaAttention(DeltaLayer):
         )
         self.b_proj = nn.Linear(size, heads, bias=False, dtype=dtype)
         self.out_proj = nn.Linear(width, size, bias=False, dtype=dtype)
-        taps = torch.zeros(3, width, 1, sizes.conv_width, dtype=conv_dtype)
-        self.query_conv, self.key_conv, self.value_conv = map(nn.Parameter, taps)
+        taps_C1W = torch.zeros(3 * width, 1, sizes.conv_width, dtype=conv_dtype)
+        self.conv_weight = nn.Parameter(taps_C1W)
         self.dt_bias = nn.Parameter(torch.zeros(width, dtype=torch.float32))
         self.A_log = nn.Parameter(torch.zeros(decay_shape, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.ones(sizes.key_size, dtype=dtype))
-
-    @property
-    def conv_weight(self) -> Tensor:  # type: ignore[override]
-        """The taps of queries, keys and values, [C, 1, W]."""
-        return torch.cat([self.query_conv, self.key_conv, self.value_conv])
 
     def steps(self, hidden_USH: Tensor) -> Tensor:
         """Return what decays are made of, [U, S, N * D]."""

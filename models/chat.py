@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -21,7 +21,10 @@ from neuron_moe.models.hf_config import read_json_object
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILES = ("tokenizer_config.json", "chat_template.json")
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_WAY_OUT = "Give plain text (no --chat), or download the chat template with the tokenizer."
+_WAY_OUT = (
+    "Give plain text (`neuron-moe generate` without --chat), or download the chat template with the"
+    " tokenizer."
+)
 
 
 class ChatTemplate:
@@ -39,9 +42,10 @@ class ChatTemplate:
         self._special_tokens = _special_tokens(tokens) | _special_tokens(settings[0])
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
+            why = str(error).rstrip(".")
             raise ValueError(
-                f"{self._folder}: its chat template is broken: {error}. {_WAY_OUT}"
+                f"{self._folder}: its chat template is broken: {why}. {_WAY_OUT}"
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -54,24 +58,29 @@ class ChatTemplate:
             ValueError: the template refuses these messages.
         """
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError) as error:
+            return text or _raise("it writes nothing")
+        except Exception as error:  # a stranger's program
+            why = str(error).rstrip(".")
             raise ValueError(
                 f"{self._folder}: its chat template refuses roles"
-                f" {[message.get('role') for message in messages]}: {error}."
+                f" {[message.get('role') for message in messages]}: {why}."
                 " Use the roles it knows; some know no system message."
             ) from error
 
     def _find_source(self, settings: Sequence[Mapping[str, Any]]) -> str:
         path = self._folder / TEMPLATE_FILE
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            try:
+                return path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: must be UTF-8, but {error}. {_WAY_OUT}") from error
         for values in settings:
             found = values.get("chat_template")
             if isinstance(found, list):  # several by name
@@ -117,7 +126,7 @@ def _to_json(
     )
 
 
-def _raise(message: str) -> None:
+def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 

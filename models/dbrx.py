@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neuron_moe.checkpoint import Rule, WeightMap, chain, concat_gate_up, split_rows, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
-from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.hf_config import ConfigReader, respell
 from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.moe import MoE
@@ -55,7 +55,8 @@ class DbrxConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DbrxConfig":
         """Read config.json as transformers 4.40 to 5.x write it."""
-        reader = ConfigReader.of_family(config, "dbrx", *OTHER_KEYS)
+        given = respell(config, {"max_position_embeddings": "max_seq_len"})
+        reader = ConfigReader.of_family(given, "dbrx", *OTHER_KEYS)
         reader.require("tie_word_embeddings", False)
         attention = _read_section(reader, "attn_config", "attn_pdrop")
         size, heads = reader.get("d_model", int), reader.get("n_heads", int)
@@ -68,7 +69,7 @@ class DbrxConfig(DecoderConfig):
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=size // max(heads, 1),
-            max_position_embeddings=reader.get("max_seq_len", int),
+            max_position_embeddings=reader.get("max_position_embeddings", int),
             rms_norm_eps=NORM_EPS,
             rope=RopeConfig.from_hf(
                 reader,

@@ -25,7 +25,7 @@ from neuron_moe.models.hyper_connections import HyperConnection, StreamHead
 from neuron_moe.models.hyper_layer import HyperLayer
 from neuron_moe.models.layers import build_shared, gated_moe
 from neuron_moe.models.rope import rope_tables
-from neuron_moe.models.weight_rules import decoder_map, either, expert_rules
+from neuron_moe.models.weight_rules import decoder_map, either, expert_rules, with_modules
 from neuron_moe.router import Router
 
 __all__ = ["Config", "Model", "weight_map"]
@@ -122,6 +122,14 @@ POOL_NAMES = {
 }
 INDEX_NAMES = {"wq_b.weight": "q_b_proj.weight", "weights_proj.weight": "weights_proj.weight"}
 TOP_NAMES = {"embed": "embed_tokens", "norm": "norm"}
+MODULES = {  # what transformers' modules call parts of our names
+    "expert_table": "tid2eid",
+    "hc_head.": "hc_head.hc_",
+    "compressor.norm.": "compressor.kv_norm.",
+    "indexer.compressor.": "compressor.indexer.",
+    "attn.indexer.weights_proj.": "attn.compressor.indexer.scorer.weights_proj.",
+    "attn.indexer.q_b_proj.": "attn.compressor.indexer.q_b_proj.",
+}
 # Stored in float32: ends of published names.
 EXACT = ("sink", "ape", "bias", *(f"_{part}" for part in StreamHead.whole))
 
@@ -143,7 +151,7 @@ def weight_map(config: DeepseekV4Config) -> WeightMap:
         *either(published=published, transformers=[*_rules(saved), *_expert_rules("model.")]),
     ]
     sizes = {"expert": config.n_routed_experts, "block": max(1, config.prediction_layers)}
-    return decoder_map(config, rules, _prediction_names(), **sizes)
+    return with_modules(decoder_map(config, rules, _prediction_names(), **sizes), MODULES)
 
 
 def _layer_names(config: DeepseekV4Config, layer: int) -> dict[str, str]:

@@ -150,7 +150,6 @@ class DeepseekV4Config(DecoderConfig):
         reader = ConfigReader.of_family(config, "deepseek_v4", *OTHER_KEYS)
         reader.require("norm_topk_prob", True)
         reader.require("mlp_bias", False)
-        reader.require("tie_word_embeddings", False)
         for key in ("n_shared_experts", "num_key_value_heads", "n_group", "topk_group"):
             reader.require(key, 1)
         reader.require("scoring_func", "sqrtsoftplus")

@@ -17,7 +17,11 @@ _LARGEST_NUMBER = 2**31 - 1
 _LARGEST = {"num_hidden_layers": 10_000}  # a list of layers is made before anything else
 T = TypeVar("T", int, float, bool, str)
 # What the formats of compressed-tensors that are read here are called there.
-COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+COMPRESSED_FORMATS = (
+    *("float-quantized", "naive-quantized", "mxfp4-pack-quantized"),
+    "pack-quantized",  # integers of four bits
+)
+INT4 = {"type": "int", "num_bits": 4, "symmetric": True}
 _QUANTIZATIONS = ("fp8", "compressed-tensors", "neuron_moe")  # the last is what convert writes
 _FP8_BLOCK = [128, 128]
 # What is published and not read here.
@@ -320,14 +324,22 @@ def _unread(method: str, section: Mapping[str, Any]) -> str:
     block = section.get("weight_block_size")
     if method == "fp8" and block not in (None, _FP8_BLOCK):
         return f"weight_block_size={block!r} must be {_FP8_BLOCK}, or absent for one scale a weight"
+    if section.get("activation_scheme") == "static":
+        return "activation_scheme='static', with scales of activations, must be 'dynamic'"
     if method != "compressed-tensors":
         return ""
+    if section.get("kv_cache_scheme"):
+        return "kv_cache_scheme, with scales of keys and values, must be null"
     groups = section.get("config_groups")
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        kind = weights.get("type") if isinstance(weights, Mapping) else None
-        if kind != "float":
-            return f"{name} has weights of type={kind!r}, must be 'float'"
+        told = {"symmetric": True} | dict(weights if isinstance(weights, Mapping) else {})
+        found = {key: told.get(key) for key in INT4}
+        if found["type"] != "float" and found != INT4:
+            return f"{name} has weights of {found}, must be of type 'float', or {INT4}"
+        inputs = group.get("input_activations")
+        if isinstance(inputs, Mapping) and inputs.get("dynamic") is False:
+            return f"{name} has input_activations of dynamic=False, must be dynamic"
     stored = section.get("format")
     if stored not in COMPRESSED_FORMATS:
         return f"format={stored!r} must be {' or '.join(COMPRESSED_FORMATS)}"

@@ -34,6 +34,7 @@ from neuron_moe.models.weight_rules import (
     fused_expert_rules,
     mlp_rules,
     split_layers,
+    with_modules,
 )
 from neuron_moe.spec import ExpertFormula
 
@@ -186,7 +187,8 @@ def weight_map(config: HYV4Config) -> WeightMap:
     rules += [rule for layer in sparse for rule in _sparse_rules(layer)[3:]]
     rules += either(**{form: [*_hyper_rules(form), *_gate_rules(form, gates)] for form in HYPER})
     ignored = [*indexer, *ahead]
-    return decoder_map(config, rules, ignored, dict(others), expert=config.n_routed_experts)
+    saved = decoder_map(config, rules, ignored, dict(others), expert=config.n_routed_experts)
+    return with_modules(saved, {"q_gate_proj": "gate_proj", "head_hc.": "hc_head.hc_"})
 
 
 def _shared_rules(layer: str) -> list[Rule]:

@@ -7,8 +7,8 @@ Source: transformers, `models/kimi_linear/modular_kimi_linear.py`; arXiv 2510.26
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.checkpoint import Rule
-from neuron_moe.models.channel_delta import ChannelDeltaAttention
+from neuron_moe.checkpoint import Rule, concat_mixed
+from neuron_moe.models.channel_delta import MIXED, ChannelDeltaAttention
 from neuron_moe.models.delta_net import DeltaNetSizes
 
 
@@ -48,8 +48,10 @@ def delta_rules(theirs: str, ours: str) -> list[Rule]:
     kept = [f"{gate}_{half}_proj.weight" for gate in "fg" for half in "ab"]
     pairs = {name: name for name in (*kept, "b_proj.weight", "dt_bias")}
     pairs |= {"o_proj.weight": "out_proj.weight", "o_norm.weight": "norm_weight"}
-    for name in ("query", "key", "value"):
-        pairs |= {f"{name[0]}_proj.weight": f"{name}_proj.weight"}
-        pairs |= {f"{name[0]}_conv1d.weight": f"{name}_conv"}
-    rules = [Rule(theirs + key, ours + name) for key, name in pairs.items()]
-    return [*rules, Rule(theirs + "A_log", ours + "A_log", is_exact=True)]
+    pairs |= {f"{name[0]}_proj.weight": f"{name}_proj.weight" for name in MIXED}
+    taps = tuple(f"{theirs}{name[0]}_conv1d.weight" for name in MIXED)
+    return [
+        *(Rule(theirs + key, ours + name) for key, name in pairs.items()),
+        Rule(taps, ours + "conv_weight", concat_mixed),
+        Rule(theirs + "A_log", ours + "A_log", is_exact=True),
+    ]

@@ -36,7 +36,7 @@ from neuron_moe.router import Router
 from neuron_moe.spec import LatentSpec
 
 RESIDUALS = {"self_attention_res": "attn_res", "mlp_res": "mlp_res"}
-EXACT = ("query_conv", "key_conv", "value_conv", "dt_bias", "norm_weight")  # of a memory
+EXACT = ("conv_weight", "dt_bias", "norm_weight")  # of a memory
 
 Config = KimiK3Config
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.biased_routing import BiasedRoutingModel
+from neuron_moe.models.channel_delta import MODULES
 from neuron_moe.models.decoder import Tokens, check_layer_types
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention, latent_names
 from neuron_moe.models.delta_net import DeltaNetSizes
@@ -29,6 +30,7 @@ from neuron_moe.models.weight_rules import (
     either,
     expert_rules,
     mlp_rules,
+    with_modules,
 )
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -192,4 +194,5 @@ def weight_map(config: KimiLinearConfig) -> WeightMap:
             *mlp_rules(sparse + ".shared_experts", moe + "shared_experts"),
             *expert_rules(*experts, names=("w1", "w3", "w2")),
         ]
-    return decoder_map(config, rules, expert=config.n_routed_experts)
+    published = decoder_map(config, rules, expert=config.n_routed_experts)
+    return with_modules(published, MODULES)

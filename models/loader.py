@@ -121,9 +121,10 @@ def fill_model(
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     """Refuse a head of its own where config.json says that the embedding is the head."""
+    ends = {"lm_head.weight": "head.weight", "embed_tokens.weight": "embed.weight"}  # DeepSeek-V4's
     named = [
-        next((key for key in checkpoint.tensors if key.endswith(name)), None)
-        for name in ("lm_head.weight", "embed_tokens.weight")
+        next((key for key in checkpoint.tensors if key == whole or key.endswith(name)), None)
+        for name, whole in ends.items()
     ]
     if None in named:
         return

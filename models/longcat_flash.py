@@ -8,20 +8,26 @@ Source: transformers, `models/longcat_flash/modeling_longcat_flash.py`; arXiv 25
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.checkpoint import Rule, WeightMap, chain, first_of, transpose
 from neuron_moe.models.attention import View
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Tokens
 from neuron_moe.models.deepseek_v3 import LATENT_EPS, LatentAttention, latent_logit_scale
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, RMSNorm, biased_spec, gated_moe
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import decoder_map, expert_rules, mlp_rules
+from neuron_moe.models.weight_rules import (
+    decoder_map,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    mlp_rules,
+)
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import RouterSpec
@@ -190,29 +196,32 @@ class Model(DecoderModel):
 
 
 def weight_map(config: LongcatFlashConfig) -> WeightMap:
-    """Map the published tensor names to ours."""
+    """Map the published tensor names to ours, and those of transformers' modules."""
     names = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"]
     attention = [f"{name}.weight" for name in (*names, "kv_b_proj", "o_proj")]
     if config.attention_bias:
         attention += ["q_a_proj.bias", "kv_a_proj_with_mqa.bias", "o_proj.bias"]
     theirs, ours = "model.layers.{layer}.", "layers.{layer}."
     moe, bias = ours + "moe.", "router.e_score_correction_bias"
+    pair = theirs + "mlp.experts", moe + "expert_mlps.mlp_op"
+    first, second = fused_expert_rules(*pair, transpose)  # the first of identities, too
+    sizes = config.n_routed_experts, config.router_spec.num_classes
+    first = replace(first, transform=chain(first_of(*sizes), transpose))
     rules = [
         *(Rule(f"model.{name}.weight", f"{name}.weight") for name in ("embed_tokens", "norm")),
         Rule("lm_head.weight", "lm_head.weight"),
         Rule(theirs + "mlp.router.classifier.weight", moe + "router.linear_router.weight"),
         Rule(f"{theirs}mlp.{bias}", moe + bias, is_exact=True),
-        *expert_rules(theirs + "mlp.experts", moe + "expert_mlps.mlp_op"),
+        *either(separate=expert_rules(*pair), fused=[first, second]),
     ]
     for half in HALVES:
         kept = [f"{norm}.{half}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
         kept += [f"self_attn.{half}.{name}" for name in attention]
         rules += [Rule(theirs + name, ours + name) for name in kept]
         rules += mlp_rules(f"{theirs}mlps.{half}", f"{ours}mlps.{half}")
-    experts = range(config.n_routed_experts, config.router_spec.num_classes)
     ignored = [
         f"{theirs}mlp.experts.{expert}.{name}_proj.weight"
-        for expert in experts
+        for expert in range(*sizes)
         for name in ("gate", "up")
     ]
     return decoder_map(config, rules, ignored, expert=config.n_routed_experts)

@@ -9,12 +9,12 @@ Source: transformers, `models/minimax_m3_vl/modeling_minimax_m3_vl.py`; MiniMaxA
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from neuron_moe.checkpoint import Rule, WeightMap, concat_gate_up, transpose
+from neuron_moe.checkpoint import Rule, WeightMap, concat_gate_up
 from neuron_moe.models.biased_routing import read_sparse_layers
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
@@ -29,11 +29,10 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
-    either,
     expert_rules,
-    fused_expert_rules,
     projection_names,
     split_layers,
+    with_modules,
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
@@ -48,7 +47,11 @@ INDEX_KEYS = {  # of the indexer: in a section as published, and as transformers
 }
 OTHER_KEYS = (
     *("index_head_dim", "index_n_heads", "index_local_blocks", "hidden_act", "router_jitter_noise"),
-    *("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "image_token_id", "video_token_id"),
+    *("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+)
+IMAGE_KEYS = (
+    *(f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")),
+    *("merged_hidden_size", "projector_hidden_size"),
 )
 
 
@@ -60,6 +63,7 @@ class MiniMaxM3Config(DecoderConfig):
         max_position_embeddings: at most the keys that a token attends to in every layer.
         sparse_layers: those with experts.
         indexed_layers: those whose attention has an indexer.
+        num_vision_layers: of the vision tower beside the text model; None without one.
     """
 
     length_reason: ClassVar[str] = (
@@ -76,6 +80,7 @@ class MiniMaxM3Config(DecoderConfig):
     swiglu_limit: float
     sparse_layers: tuple[int, ...]
     indexed_layers: tuple[int, ...]
+    num_vision_layers: int | None = None
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -110,8 +115,9 @@ class MiniMaxM3Config(DecoderConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM3Config":
         """Read config.json as published with the model, or as transformers 5.x writes it."""
-        config, _ = read_text_section(config, ALIASES[0], "num_hidden_layers", OTHER_KEYS)
-        reader = ConfigReader.of_family(config, "minimax_m3_vl_text", *OTHER_KEYS)
+        ignored = *OTHER_KEYS, *IMAGE_KEYS
+        text, vision_layers = read_text_section(config, ALIASES[0], "num_hidden_layers", ignored)
+        reader = ConfigReader.of_family(text, "minimax_m3_vl_text", *ignored)
         num_layers, head_dim = reader.get("num_hidden_layers", int), reader.get("head_dim", int)
         index = ConfigReader(reader.get_section("sparse_attention_config"), "sparse_attention")
         published = index.get_ints("sparse_attention_freq") or (0,) * num_layers
@@ -144,6 +150,7 @@ class MiniMaxM3Config(DecoderConfig):
             max_position_embeddings=min(longest, blocks * size) if indexed else longest,
             sparse_layers=sparse or read_sparse_layers(reader, 0),
             indexed_layers=indexed,
+            num_vision_layers=vision_layers,
             **{
                 name: reader.get(name, int)
                 for name in ("intermediate_size", "num_local_experts", "num_experts_per_tok")
@@ -186,55 +193,69 @@ class Model(DecoderModel):
 
 
 def weight_map(config: MiniMaxM3Config) -> WeightMap:
-    """Map the published tensor names, and those of transformers' text model, to ours."""
+    """Map the published tensor names to ours, and those of transformers' modules."""
+    source = "language_model.model."
     names = projection_names(has_bias=False, has_norms=True)
-    sources = {"transformers": "model.", "published": "language_model.model."}
-    heads = {"transformers": "lm_head.weight", "published": "language_model.lm_head.weight"}
+    rules = decoder_rules(names, source=source, head="language_model.lm_head.weight")
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    rules = either(
-        **{
-            form: [
-                *decoder_rules(names, source=source, head=heads[form]),
-                *_layer_rules(form, source + "layers.", sparse, dense),
-            ]
-            for form, source in sources.items()
-        }
-    )
-    ignored = [
-        f"{source}layers.{{layer}}.self_attn.{prefix}{part}.weight"
-        for source, prefix in zip(sources.values(), ("indexer.", "index_"), strict=True)
-        for part in ("q_proj", "k_proj", "q_norm", "k_norm")
-    ]
-    return decoder_map(config, rules, ignored, expert=config.num_local_experts)
-
-
-def _layer_rules(form: str, source: str, sparse: list[str], dense: list[str]) -> list[Rule]:
-    """Return the rules of the feed-forward parts, as one of both forms has them."""
-    rules, is_fused = [], form == "transformers"
-
-    def mlp_rules(theirs: str, ours: str) -> list[Rule]:
-        pair = tuple(f"{theirs}.{name}_proj.weight" for name in ("gate", "up"))
-        fused = f"{theirs}.gate_up_proj.weight"
-        first = Rule(fused if is_fused else pair, f"{ours}.gate_up_proj.weight")
-        first = first if is_fused else Rule(pair, first.target, concat_gate_up)
-        return [first, Rule(f"{theirs}.down_proj.weight", f"{ours}.down_proj.weight")]
-
     for layer in dense:
-        rules += mlp_rules(f"{source}{layer}.mlp", f"layers.{layer}.mlp")
+        rules += _mlp_rules(f"{source}layers.{layer}.mlp", f"layers.{layer}.mlp")
     for layer in sparse:
-        theirs = f"{source}{layer}." + ("mlp." if is_fused else "block_sparse_moe.")
-        moe, bias = f"layers.{layer}.moe.", "e_score_correction_bias"
-        pair = (theirs + "experts", moe + "expert_mlps.mlp_op")
-        rules += [
-            Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
-            Rule(
-                theirs + ("gate." if is_fused else "") + bias, f"{moe}router.{bias}", is_exact=True
-            ),
-            *mlp_rules(theirs + "shared_experts", moe + "shared_experts"),
-            *(
-                fused_expert_rules(*pair, transpose)
-                if is_fused
-                else expert_rules(*pair, ("w1", "w3", "w2"))
-            ),
-        ]
-    return rules
+        rules += _sparse_rules(f"{source}layers.{layer}.block_sparse_moe.", f"layers.{layer}.moe.")
+    sizes, ignored = {"expert": config.num_local_experts}, []
+    modules = "model."  # of the text model
+    if config.num_vision_layers is not None:
+        modules = "model.language_model."
+        sizes["vision_layer"] = config.num_vision_layers
+        ignored += _vision_names()
+    ignored += [
+        f"{start}layers.{{layer}}.self_attn.{index}{part}_{kind}.weight"
+        for start, index in ((source, "index_"), (modules, "indexer."))
+        for part in "qk"
+        for kind in ("proj", "norm")
+    ]
+    both = with_modules(decoder_map(config, rules, ignored, **sizes), {}, modules)
+    if config.num_vision_layers is not None:
+        return both
+    # Of the text model alone transformers saves modules.
+    return replace(both, rules=sorted(both.rules, key=lambda rule: rule.variant != "modules"))
+
+
+def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
+    """Return the rules of an MLP whose gate and up projections are one here."""
+    pair = tuple(f"{theirs}.{name}_proj.weight" for name in ("gate", "up"))
+    return [
+        Rule(pair, f"{ours}.gate_up_proj.weight", concat_gate_up),
+        Rule(f"{theirs}.down_proj.weight", f"{ours}.down_proj.weight"),
+    ]
+
+
+def _sparse_rules(theirs: str, moe: str) -> list[Rule]:
+    """Return the rules of the experts of a layer."""
+    bias = "e_score_correction_bias"
+    return [
+        Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
+        Rule(theirs + bias, f"{moe}router.{bias}", is_exact=True),
+        *_mlp_rules(theirs + "shared_experts", moe + "shared_experts"),
+        *expert_rules(theirs + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
+    ]
+
+
+def _vision_names() -> list[str]:
+    """Return the tensors of the vision tower, which is no part of this model, in both forms."""
+    parts = ["layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2"]
+    parts += [f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
+    towers = ("vision_tower.vision_model.", "encoder."), ("model.vision_tower.", "")
+    stems = [
+        tower + part
+        for tower, encoder in towers
+        for part in ("pre_layrnorm", *(f"{encoder}layers.{{vision_layer}}.{it}" for it in parts))
+    ]
+    projector, own = "multi_modal_projector.", "model.multi_modal_projector."
+    projectors = projector, own, "patch_merge_mlp.", own + "merge_"
+    stems += [f"{name}linear_{number}" for name in projectors for number in (1, 2)]
+    return [
+        *(f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")),
+        "vision_tower.vision_model.embeddings.patch_embedding.weight",
+        "model.vision_tower.embeddings.proj.weight",
+    ]

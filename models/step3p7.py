@@ -18,7 +18,7 @@ from neuron_moe.models.biased_routing import biased_routing_map
 from neuron_moe.models.layers import GatedMLP, build_shared, clamped_silu, gated_moe
 from neuron_moe.models.step3p7_config import TEXT_TYPE, Step3p7Config
 from neuron_moe.models.two_ropes import TwoRopesModel
-from neuron_moe.models.weight_rules import mlp_rules, projection_names
+from neuron_moe.models.weight_rules import mlp_rules, projection_names, with_modules
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 
@@ -56,12 +56,14 @@ class Model(TwoRopesModel):
 
 
 def weight_map(config: Step3p7Config) -> WeightMap:
-    """Map the published tensor names to ours."""
+    """Map the published tensor names to ours, and those of transformers' modules."""
     names = projection_names(has_bias=config.attention_bias, has_norms=True)
     gate = "layers.{layer}.self_attn.%s_proj.weight"
     own = [Rule("model." + gate % "g", gate % "q_gate")]
-    ignored = _vision_names(config.num_vision_layers)
-    return biased_routing_map(config, names, _sparse_rules, ignored, own)
+    layers = config.num_vision_layers
+    ignored = [*_vision_names(layers), *_vision_modules(layers)]
+    published = biased_routing_map(config, names, _sparse_rules, ignored, own)
+    return with_modules(published, {"q_gate_proj": "g_proj"}, "model.language_model.")
 
 
 def _sparse_rules(layer: str) -> list[Rule]:
@@ -92,3 +94,25 @@ def _vision_names(num_layers: int | None) -> list[str]:
     )
     names = [*pairs, *(block + name for block in blocks for name in alone)]
     return [*names, *(tower + name for name in ("conv1.weight", "positional_embedding"))]
+
+
+def _vision_modules(num_layers: int | None) -> list[str]:
+    """Return the same as transformers' modules are called."""
+    if num_layers is None:
+        return []
+    tower = "model.vision_model."
+    parts = ["layernorm_before", "layernorm_after", "mlp.fc1", "mlp.fc2"]
+    parts += [f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
+    blocks = [f"{tower}layers.{layer}." for layer in range(num_layers)]
+    stems = [block + part for block in blocks for part in parts]
+    stems += [tower + name for name in ("pre_layernorm", "downsampler1", "downsampler2")]
+    places = [f"{tower}embeddings.{name}_embedding.weight" for name in ("patch", "position")]
+    return [
+        *places,
+        *(f"{block}lambda_{number}" for block in blocks for number in (1, 2)),
+        *(
+            f"{stem}.{kind}"
+            for stem in (*stems, "model.multi_modal_projector")
+            for kind in ("weight", "bias")
+        ),
+    ]

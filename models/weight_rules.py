@@ -18,6 +18,13 @@ from neuron_moe.checkpoint import (
 from neuron_moe.models.decoder import DecoderConfig
 
 _HEAD = "lm_head.weight"
+# What transformers' modules call a layer's parts, by ours, the longest first.
+_MODULES = {
+    "moe.router.linear_router.": "mlp.gate.",
+    "moe.router.": "mlp.gate.",
+    "moe.expert_mlps.mlp_op.": "mlp.experts.",
+    "moe.": "mlp.",
+}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -147,6 +154,34 @@ def mlp_rules(source: str, target: str) -> list[Rule]:
 def either(**variants: Sequence[Rule]) -> list[Rule]:
     """Return rules that fill the same parameters from one of several storage forms, by name."""
     return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
+
+
+def with_modules(
+    weight_map: WeightMap, names: Mapping[str, str], source: str = "model."
+) -> WeightMap:
+    """Return a map that also reads what transformers saves under the names of its modules.
+
+    That is `save_pretrained(save_original_format=False)` of transformers 5, storage form "modules".
+
+    Args:
+        weight_map: of the published form, or several.
+        names: what transformers' modules call a part of our names, beside experts and routers.
+        source: what names begin with, but for the head's.
+    """
+    forms = weight_map.variants() or ("published",)
+    of_form = {
+        form: [rule for rule in weight_map.rules if rule.variant in ("", form)] for form in forms
+    }
+    modules = []
+    for rule in of_form[forms[0]]:
+        key = rule.target if rule.target == _HEAD else source + rule.target
+        for ours, theirs in {**names, **_MODULES}.items():
+            key = key.replace(ours, theirs)
+        transform = identity if rule.transform.num_sources > 1 else rule.transform
+        if ".experts." in key:
+            key, transform = key.removesuffix(".weight"), transpose
+        modules.append(replace(rule, sources=key, transform=transform))
+    return replace(weight_map, rules=either(**of_form, modules=modules))
 
 
 def exact_in_either(target: str, transform: Transform = identity, **places: str) -> list[Rule]:

@@ -54,7 +54,7 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
             raise ValueError(
                 f"{part.name}: {list(part.shape)} {part.dtype} must be {list(first.shape)} "
                 f"{first.dtype} as {first.name}, to be stacked with it. Check that all come from "
-                "one checkpoint."
+                "one checkpoint, and that all codes have scales beside them."
             )
 
     def read(selection: Selection) -> Tensor:

@@ -4,8 +4,9 @@ What publishers write for a weight `X.weight` of a linear layer, [out, in]:
 
     codes                        scales                                    for instance
     X.weight        float8       X.weight_scale_inv [out/128, in/128]      DeepSeek-V3, MiniMax-M2
-    X.weight        float8       X.weight_scale     [out, 1] or [1]        Llama 4 Maverick FP8
+    X.weight        float8       X.weight_scale     [out, 1], [out], [1]   Llama 4 Maverick FP8
     X.weight_packed uint8        X.weight_scale     [out, in/32] uint8     compressed-tensors MXFP4
+    X.weight_packed int32        X.weight_scale     [out, in/32]           Kimi-K2-Thinking, int4
     X.weight        float8       X.scale            [out/128, in/128]      DeepSeek-V4
     X.weight        int8         X.scale            [out, in/32] e8m0      DeepSeek-V4, MXFP4
 
@@ -29,6 +30,7 @@ from neuron_moe.quantize.mxfp4 import MXFP4_GROUP_SIZE
 
 BLOCK = 128  # rows and columns that share a scale, in every checkpoint published in blocks
 BLOCK_SUFFIX, CHANNEL_SUFFIX, PACKED_SUFFIX = "_scale_inv", "_scale", "_packed"
+SHAPE_SUFFIX = "_shape"
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
 _PACKED_DTYPES = (torch.uint8, torch.int8)
@@ -63,9 +65,11 @@ def pair_scales(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
         beside = [name.removesuffix("weight") + "scale"] if is_matrix else []
         if info.dtype in FP8_DTYPES:
             weight, names = name, [name + BLOCK_SUFFIX, name + CHANNEL_SUFFIX, *beside]
-        elif info.dtype == torch.uint8 and name.endswith(PACKED_SUFFIX):
+        elif info.dtype in (torch.uint8, torch.int32) and name.endswith(PACKED_SUFFIX):
             weight = name.removesuffix(PACKED_SUFFIX)
             names = [weight + CHANNEL_SUFFIX]
+            if info.dtype == torch.int32 and weight + SHAPE_SUFFIX in tensors:
+                codes[weight + SHAPE_SUFFIX] = ""  # which the scales tell, too
         elif info.dtype == torch.int8:
             weight, names = name, beside
         else:
@@ -80,13 +84,14 @@ def pair_scales(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 
 def decode(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
-    """Return the values: float32 of fp8 codes, bfloat16 of MXFP4.
+    """Return the values: float32 of fp8 and int4 codes, bfloat16 of MXFP4.
 
     Raises:
         ValueError: the two do not belong together; names both.
     """
     if codes.dtype in _PACKED_DTYPES:
         return mxfp4.apply(_in_groups(_as_bytes(codes)), _as_bytes(scales))
+    codes = _unpacked(codes) if codes.dtype == torch.int32 else codes
     factors = expand_scales(codes, scales)
 
     def read(selection: Selection) -> Tensor:
@@ -104,7 +109,7 @@ def decode(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
 
 
 def expand_scales(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
-    """Return what multiplies each element of fp8 codes, float32 of their shape.
+    """Return what multiplies each element of codes, float32 of their shape.
 
     Raises:
         ValueError: the two do not belong together; names both.
@@ -114,6 +119,7 @@ def expand_scales(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
             f"{scales.name}: dtype {scales.dtype} must be float32, bfloat16, float16 or e8m0, to"
             f" scale {codes.name}. Download the checkpoint again."
         )
+    scales = _with_columns(codes, scales)
     steps = _steps(codes, scales)
 
     def read(selection: Selection) -> Tensor:
@@ -130,11 +136,24 @@ def expand_scales(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
     return LazyTensor(scales.name, codes.shape, torch.float32, read)
 
 
+def _with_columns(codes: LazyTensor, scales: LazyTensor) -> LazyTensor:
+    """Return scales of rows, [R] of [R, C], or of experts as if they had further axes, of one."""
+    missing = len(codes.shape) - len(scales.shape)
+    if not scales.shape or missing < 1 or scales.shape != codes.shape[:-missing]:
+        return scales
+
+    def read(selection: Selection) -> Tensor:
+        part = scales.read(selection[:-missing])
+        return part.reshape(*part.shape, *(1,) * missing)
+
+    return LazyTensor(scales.name, (*scales.shape, *(1,) * missing), scales.dtype, read)
+
+
 def _steps(codes: LazyTensor, scales: LazyTensor) -> tuple[int, ...]:
     """Return how many codes of each of the last axes share a scale.
 
     Raises:
-        ValueError: neither one scale for all or each, nor one for each block.
+        ValueError: neither one scale for all or each, nor one for each block or part of a row.
     """
     offset = len(codes.shape) - len(scales.shape)
     sizes = codes.shape[max(offset, 0) :]
@@ -145,13 +164,21 @@ def _steps(codes: LazyTensor, scales: LazyTensor) -> tuple[int, ...]:
             1 if count == size else size for count, size in zip(scales.shape, sizes, strict=True)
         )
     grid = (*codes.shape[:-2], *(-(-size // BLOCK) for size in codes.shape[-2:]))
-    if scales.shape != grid or len(grid) < 2:
-        raise ValueError(
-            f"{scales.name} {list(scales.shape)}: must have one value for each row or column of"
-            f" {codes.name} {list(codes.shape)}, or be {list(grid)}, one for each block of"
-            f" {BLOCK} x {BLOCK}. Check that both come from one checkpoint."
-        )
-    return (*(1 for _ in grid[:-2]), BLOCK, BLOCK)
+    if scales.shape == grid and len(grid) > 1:
+        return (*(1 for _ in grid[:-2]), BLOCK, BLOCK)
+    if (
+        offset == 0
+        and scales.shape[:-1] == codes.shape[:-1]
+        and 0 < scales.shape[-1] <= codes.shape[-1]
+    ):
+        size, rest = divmod(codes.shape[-1], scales.shape[-1])
+        if not rest:
+            return (*(1 for _ in grid[:-1]), size)
+    raise ValueError(
+        f"{scales.name} {list(scales.shape)}: must have one value for each row or column of"
+        f" {codes.name} {list(codes.shape)}, for each of equal parts of a row, or be {list(grid)},"
+        f" one for each block of {BLOCK} x {BLOCK}. Check that both come from one checkpoint."
+    )
 
 
 def _divide(indices: Indices, step: int) -> Indices:
@@ -159,6 +186,25 @@ def _divide(indices: Indices, step: int) -> Indices:
     if step == 1:
         return indices
     return tuple(index // step for index in indices)
+
+
+def _unpacked(codes: LazyTensor) -> LazyTensor:
+    """Return int4 codes of compressed-tensors, eight to an int32 from its low bits on, as floats.
+
+    The codes -8 to 7 are stored as 0 to 15.
+    """
+    *front, words = codes.shape
+
+    def read(selection: Selection) -> Tensor:
+        *rows, columns = selection
+        span = hull(columns)
+        window = range(span.start // 8, -(-span.stop // 8))
+        packed = codes.read((*rows, window)).unsqueeze(-1)
+        values = (packed >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(-2) - 8
+        index = torch.tensor(within(columns, 8 * window.start), dtype=torch.long)
+        return values.index_select(-1, index).float()
+
+    return LazyTensor(codes.name, (*front, 8 * words), torch.float32, read)
 
 
 def _as_bytes(stored: LazyTensor) -> LazyTensor:

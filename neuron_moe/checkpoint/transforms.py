@@ -177,7 +177,7 @@ class OnlyRow(Transform):
 
 
 class FirstOf(Transform):
-    """Take the first numbers of a vector that is filled up behind them; the way back adds zeros.
+    """Take the first rows of a tensor that is filled up behind them; the way back adds zeros.
 
     Args:
         count: how many.
@@ -189,6 +189,7 @@ class FirstOf(Transform):
     """
 
     name = "first_of"
+    keeps_first_axis = False
 
     def __init__(self, count: int, published: int) -> None:
         self.count, self.published = count, published
@@ -197,20 +198,22 @@ class FirstOf(Transform):
         """Read none of the rest."""
         (source,) = sources
         _check_float(source)
-        if len(source.shape) != 1 or source.shape[0] < self.count:
+        if not source.shape or source.shape[0] < self.count:
             raise ValueError(
-                f"{source.name} {list(source.shape)}: must be a vector of at least {self.count}."
+                f"{source.name} {list(source.shape)}: must have at least {self.count} rows."
                 " The file is damaged, or of another model."
             )
-        return LazyTensor(source.name, (self.count,), source.dtype, source.read)
+        shape = (self.count, *source.shape[1:])
+        return LazyTensor(source.name, shape, source.dtype, source.read, source.is_transposed)
 
     def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Fill it up."""
-        return (torch.cat((tensor, tensor.new_zeros(self.published - self.count))),)
+        filler = tensor.new_zeros(self.published - self.count, *tensor.shape[1:])
+        return (torch.cat((tensor, filler)),)
 
 
 def first_of(count: int, published: int) -> Transform:
-    """Return the transform that takes the first `count` of `published` numbers; see `FirstOf`."""
+    """Return the transform that takes the first `count` of `published` rows; see `FirstOf`."""
     return FirstOf(count, published)
 
 
@@ -253,8 +256,12 @@ class DeinterleaveGateUp(Transform):
         return (torch.stack((gate, up), dim=-1).flatten(-2),)
 
 
-class ConcatGateUp(Transform):
-    """Put the rows of up below those of gate: [..., I, H] twice to [..., 2I, H].
+class Concat(Transform):
+    """Put tensors of one shape behind each other: rows of up below those of gate.
+
+    Args:
+        num_sources: how many.
+        axis: along which: -2, [..., I, H] to [..., n I, H], or 0.
 
     Example:
         >>> concat_gate_up(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
@@ -262,45 +269,50 @@ class ConcatGateUp(Transform):
                 [3., 4.]])
     """
 
-    name = "concat_gate_up"
-    num_sources = 2
+    name = "concat"
+
+    def __init__(self, num_sources: int, axis: int) -> None:
+        self.num_sources, self.axis, self.keeps_first_axis = num_sources, axis, axis != 0
 
     def apply(self, *sources: LazyTensor) -> LazyTensor:
         """Read from each source the rows selected in it."""
-        gate, up = sources
+        first = sources[0]
         for source in sources:
             _check_float(source)
             _check_rank(source, 2)
-        if gate.shape != up.shape or gate.dtype != up.dtype:
-            raise ValueError(
-                f"{up.name} {list(up.shape)} {up.dtype}: must be {list(gate.shape)} {gate.dtype} "
-                f"as {gate.name}. Check that both come from one checkpoint."
-            )
-        *front, half, columns = gate.shape
+            if source.shape != first.shape or source.dtype != first.dtype:
+                raise ValueError(
+                    f"{source.name} {list(source.shape)} {source.dtype}: must be"
+                    f" {list(first.shape)} {first.dtype} as {first.name}. Check that both come from"
+                    " one checkpoint."
+                )
+        place = self.axis % len(first.shape)
+        size = first.shape[place]
 
         def read(selection: Selection) -> Tensor:
-            *before, rows, after = selection
-            of_gate = tuple(row for row in rows if row < half)
-            of_up = tuple(row - half for row in rows if row >= half)
-            parts = [
-                source.read((*before, _as_range(chosen), after))
-                for source, chosen in ((gate, of_gate), (up, of_up))
-                if chosen
+            before, rows, after = selection[:place], selection[place], selection[place + 1 :]
+            chosen = [
+                tuple(row - size * number for row in rows if row // size == number)
+                for number in range(len(sources))
             ]
-            joined = torch.cat(parts, dim=-2)
-            read_order = sorted(range(len(rows)), key=lambda place: rows[place] >= half)
+            parts = [
+                source.read((*before, _as_range(own), *after))
+                for source, own in zip(sources, chosen, strict=True)
+                if own
+            ]
+            joined = torch.cat(parts, dim=place)
+            read_order = sorted(range(len(rows)), key=lambda index: rows[index] // size)
             if read_order == list(range(len(rows))):
                 return joined
-            places = torch.tensor(read_order).argsort()
-            return joined.index_select(-2, places)
+            return joined.index_select(place, torch.tensor(read_order).argsort())
 
-        name = f"{gate.name} + {up.name}"
-        return LazyTensor(name, (*front, 2 * half, columns), gate.dtype, read)
+        name = " + ".join(source.name for source in sources)
+        shape = (*first.shape[:place], size * len(sources), *first.shape[place + 1 :])
+        return LazyTensor(name, shape, first.dtype, read)
 
     def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the two halves of the rows."""
-        gate, up = tensor.chunk(2, dim=-2)
-        return gate, up
+        """Return the parts."""
+        return tensor.chunk(self.num_sources, dim=self.axis)
 
 
 class Mxfp4(Transform):
@@ -509,7 +521,8 @@ identity = Identity()
 whole_numbers = WholeNumbers()
 transpose = Transpose()
 deinterleave_gate_up = DeinterleaveGateUp()
-concat_gate_up = ConcatGateUp()
+concat_gate_up = Concat(2, -2)
+concat_mixed = Concat(3, 0)  # of queries, keys and values
 mxfp4 = Mxfp4()
 only_row = OnlyRow()
 

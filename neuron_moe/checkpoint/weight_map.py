@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -88,8 +89,9 @@ class WeightMap:
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             check_positive_int(f"sizes[{name!r}]", size)
+        counts = Counter((rule.target, rule.variant) for rule in self.rules)
         for rule in self.rules:
-            self._check_rule(rule)
+            self._check_rule(rule, counts[rule.target, rule.variant])
         for pattern in (*self.ignored, *itertools.chain(*self.ignored_blocks.values())):
             self._check_placeholders(pattern)
 
@@ -263,7 +265,7 @@ class WeightMap:
             absent = [key for key in flat if key not in checkpoint.tensors]
             counted.append((len(flat) - len(absent), rule, binding, absent))
         started = [entry for entry in counted if entry[0]]
-        if len(started) > 1:
+        if len({rule.sources for _, rule, _, _ in started}) > 1:
             names = " and ".join(repr(rule.variant) for _, rule, _, _ in started)
             problems.add("tensor", f"{target}: the checkpoint holds it twice, as {names}; keep one")
         _, rule, binding, absent = (started or counted)[0]
@@ -283,8 +285,8 @@ class WeightMap:
                     return f"{key} ({name} must be below {self.sizes[name]})"
         return f"{key} (no rule uses it)"
 
-    def _check_rule(self, rule: Rule) -> None:
-        """Refuse a rule that cannot work."""
+    def _check_rule(self, rule: Rule, alike: int) -> None:
+        """Refuse a rule that cannot work, or one of several with its target and variant."""
         if len(rule.patterns) != rule.transform.num_sources:
             raise ValueError(
                 f"rule for {rule.target}: {len(rule.patterns)} sources, but {rule.transform.name} "
@@ -303,10 +305,9 @@ class WeightMap:
                 f"rule for {rule.target}: its placeholders must be those of {rule.patterns[0]}, "
                 "one of which may be left out to be stacked. Correct the target."
             )
-        alike = [r for r in self.rules if r.target == rule.target and r.variant == rule.variant]
-        if len(alike) > 1:
+        if alike > 1:
             raise ValueError(
-                f"rule for {rule.target}: {len(alike)} rules fill it with "
+                f"rule for {rule.target}: {alike} rules fill it with "
                 f"variant={rule.variant!r}, "
                 "must be one. Give each storage form a variant of its own."
             )

@@ -479,7 +479,7 @@ MINIMAX_M3: dict[str, Any] = {
     },
 }
 FAMILIES |= {
-    "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="transformers"),
+    "minimax_m3_vl_text": Family("minimax_m3_vl_text", MINIMAX_M3, variant="modules"),
 }
 NEMOTRON: dict[str, Any] = {
     "num_hidden_layers": 5,
@@ -524,7 +524,7 @@ LONGCAT: dict[str, Any] = {
     "moe_topk": 3,
     "routed_scaling_factor": 2.0,
 }
-FAMILIES |= {"longcat_flash": Family("longcat_flash", LONGCAT, variant=None, is_saved_alike=False)}
+FAMILIES |= {"longcat_flash": Family("longcat_flash", LONGCAT, is_saved_alike=False)}
 FAMILIES |= {
     "glm4_moe_lite": Family(
         "glm4_moe_lite",
@@ -819,7 +819,7 @@ STEP: dict[str, Any] = {
     },
 }
 FAMILIES |= {
-    "step3p5": Family("step3p5", STEP, variant=None),
+    "step3p5": Family("step3p5", STEP, variant="published"),
     "step3p5-biases": Family(
         "step3p5",
         {
@@ -831,7 +831,7 @@ FAMILIES |= {
             "rope_parameters": LEFT_OUT,
             "swiglu_limits": None,
         },
-        variant=None,
+        variant="published",
     ),
 }
 KIMI_LINEAR: dict[str, Any] = {

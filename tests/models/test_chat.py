@@ -95,8 +95,17 @@ def test_a_template_sees_the_date_and_the_special_tokens(folder: Path) -> None:
         ("{{ messages[0].content + 1 }}", "refuses roles"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages | nosuch }}", r"broken: No filter named 'nosuch'\. Give"),
+        ("{{ 1 / 0 }}", "refuses roles .*division by zero"),
+        ("{{ range(10 ** 6) | list }}", "refuses roles .*Range too big"),
+        ("{{ messages[0].content.index('#') }}", "refuses roles .*substring not found"),
+        ("{% if false %}x{% endif %}", "it writes nothing"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "its chat template is broken"),
     ],
-    ids=["broken", "raises", "types", "escapes", "changes"],
+    ids=[
+        *("broken", "raises", "types", "escapes", "changes", "filter", "divides", "range"),
+        *("value", "nothing", "deep"),
+    ],
 )
 def test_a_bad_template_is_refused(template: str, words: str, folder: Path) -> None:
     keep(folder, "chat_template.jinja", template)
@@ -107,4 +116,10 @@ def test_a_bad_template_is_refused(template: str, words: str, folder: Path) -> N
 def test_a_checkpoint_without_a_template_is_named(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="this checkpoint has no chat template"):
+        ChatTemplate(folder)
+
+
+def test_a_template_in_another_encoding_is_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: must be UTF-8, but .*download"):
         ChatTemplate(folder)

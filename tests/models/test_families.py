@@ -142,9 +142,7 @@ def test_every_storage_form_loads_alike(name: str, made: Checkpoints, tmp_path: 
             assert torch.equal(again[key], tensor), key
 
 
-# Whose modules transformers names otherwise than files in ways that are not read.
-UNREAD = ("longcat_flash", "step3p5", "kimi_linear", "deepseek_v4", "hy_v4", "bailing_hybrid")
-FEW = ("mixtral", "hy_v3", "nemotron_h")
+FEW = ("mixtral", "hy_v3", "nemotron_h", "step3p5", "kimi_linear", "deepseek_v4")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ FEW = ("mixtral", "hy_v3", "nemotron_h")
             *each.values, marks=[*each.marks, *(() if name in FEW else [pytest.mark.long])]
         )
         for each in names(slow=())
-        if (name := str(each.values[0])) == FAMILIES[name].model_type and name not in UNREAD
+        if (name := str(each.values[0])) == FAMILIES[name].model_type
     ],
 )
 def test_modules_that_transformers_does_not_convert_back_load_alike(

@@ -152,6 +152,7 @@ def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> Non
 
 
 PHI_ROPE = FAMILIES["phimoe-longrope"].config()["rope_parameters"]
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-unknown": ("qwen3_moe", {"moe_intermediate": 3}, "unknown key moe_intermediate=3"),
     "qwen3-missing": ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
@@ -170,16 +171,16 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
         r"weight_block_size=\[64, 64\] must be \[128, 128\], or absent",
     ),
-    "kimi-int4": (
+    "kimi-int8": (
         "deepseek_v3",
         {
             "quantization_config": {
                 "quant_method": "compressed-tensors",
                 "format": "pack-quantized",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
             }
         },
-        "group_0 has weights of type='int', must be 'float'",
+        "'num_bits': 8, 'symmetric': True}, must be of type 'float', or {'type': 'int', 'num_b",
     ),
     "glm4-other-packing": (
         "glm4_moe",
@@ -190,6 +191,35 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
             }
         },
         "format='nvfp4-pack-quantized' must be float-quantized or",
+    ),
+    "glm4-static": (
+        "glm4_moe",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {
+                    "group_0": {"weights": {"type": "float"}, "input_activations": STATIC}
+                },
+            }
+        },
+        "group_0 has input_activations of dynamic=False, must be dynamic",
+    ),
+    "glm4-cache": (
+        "glm4_moe",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "kv_cache_scheme": STATIC,
+            }
+        },
+        "kv_cache_scheme, with scales of keys and values, must be null",
+    ),
+    "mixtral-static": (
+        "mixtral",
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        "activation_scheme='static', with scales of activations, must be 'dynamic'",
     ),
     "mixtral-no-window": ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
     "llama4-missing": ("llama4-scout", {"use_qk_norm": None}, "use_qk_norm is missing"),
@@ -411,7 +441,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "v4-groups": ("deepseek_v4", {"o_groups": 3}, "o_groups=3: must divide num_attention_heads=4"),
     "v4-index": ("deepseek_v4", {"index_head_dim": 4}, "index_head_dim=4: must not be below the 8"),
     "v4-limit": ("deepseek_v4", {"swiglu_limit": 0.0}, "swiglu_limit=0.0: must be positive"),
-    "v4-tied": ("deepseek_v4", {"tie_word_embeddings": True}, "tie_word_embeddings=True: must be"),
     "v4-rate": (
         "deepseek_v4",
         {"compress_rates": {"heavily_compressed_attention": 0}},

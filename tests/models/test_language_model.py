@@ -1,5 +1,6 @@
 """The front door: `neuron_moe.load` of folders and hub ids, and what a loaded model answers."""
 
+import io
 import json
 import os
 import re
@@ -157,6 +158,48 @@ def test_commands_take_an_id_and_talk(
     said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": first}]
     said += [{"role": "user", "content": "Again"}]
     assert model.chat(said, max_new_tokens=4) == second
+
+
+def talk(lines: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Return the exit status of a chat on a terminal that gives these lines."""
+    stdin = io.StringIO(lines)
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", stdin)
+    return cli.main(["chat", "--model", HUB_ID, "--max-new-tokens", "4", *options])
+
+
+def test_a_message_that_cannot_be_answered_is_left_out_of_a_chat(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_cache(cache)
+    assert talk("Hello\nAgain\n", monkeypatch) == 0
+    plain = capsys.readouterr().out
+    long = "a " * 200_000  # longer than the context
+    assert talk(f"Hello\n{long}\n\ud800\nAgain\n", monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert shown.out.replace("> ", "") == plain.replace("> ", "")
+    assert shown.err.count("This message is left out.") == 2
+    assert "exceed max_position_embeddings" in shown.err
+    assert "a loose byte" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--temperature", "-1"], "temperature=-1.0"), (["--system", "stop"], "refuses roles")],
+    ids=["options", "template"],
+)
+def test_what_no_message_can_change_shows_before_a_chat_loads(
+    options: list[str],
+    words: str,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = "{% if messages[0].content == 'stop' %}{{ nothing.there }}{% endif %}x"
+    (fill_cache(cache) / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("neuron_moe.tools.commands.chat.load", None)
+    assert talk("Hello\n", monkeypatch, *options) == 2
+    assert words in capsys.readouterr().err
 
 
 class _Hub(BaseHTTPRequestHandler):

@@ -22,6 +22,7 @@ from neuron_moe.checkpoint import (
     WeightMap,
     chain,
     concat_gate_up,
+    concat_mixed,
     deinterleave_gate_up,
     first_of,
     identity,
@@ -37,6 +38,7 @@ from neuron_moe.checkpoint import (
 )
 from neuron_moe.checkpoint.lazy import everything, from_tensor, pieces, take
 from neuron_moe.checkpoint.reader import DTYPES, LFS_POINTER
+from neuron_moe.checkpoint.transforms import invert_in_parts
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 4, 64, 96, 9000
@@ -133,12 +135,16 @@ def test_examples_in_docstrings_are_true(module):
 # Transforms
 
 
-def test_numbers_that_fill_up_a_vector_are_left_out_and_written_as_zeros() -> None:
-    vector = torch.tensor([1.0, 2.0, 3.0, 0.0])
-    assert torch.equal(first_of(3, 4)(vector), vector[:3])
-    assert torch.equal(first_of(3, 4).invert(vector[:3])[0], vector)
-    with pytest.raises(ValueError, match=r"must be a vector of at least 5"):
-        first_of(5, 8)(vector)
+@pytest.mark.parametrize("shape", [(4,), (4, 2, 3)])
+def test_rows_that_fill_up_a_tensor_are_left_out_and_written_as_zeros(
+    shape: tuple[int, ...],
+) -> None:
+    tensor = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    tensor[3] = 0
+    assert torch.equal(first_of(3, 4)(tensor), tensor[:3])
+    assert torch.equal(invert_in_parts(first_of(3, 4), tensor[:3])[0], tensor)
+    with pytest.raises(ValueError, match=r"must have at least 5 rows"):
+        first_of(5, 8)(tensor)
 
 
 TRANSFORMS = {
@@ -146,6 +152,7 @@ TRANSFORMS = {
     "transpose": transpose,
     "deinterleave_gate_up": deinterleave_gate_up,
     "concat_gate_up": concat_gate_up,
+    "concat_mixed": concat_mixed,
     "mxfp4": mxfp4,
     "mxfp4-transpose-deinterleave": chain(mxfp4, transpose, deinterleave_gate_up),
     "concat-transpose": chain(concat_gate_up, transpose),
@@ -216,7 +223,7 @@ def test_pieces_cover_a_tensor_exactly_once(shape, max_bytes):
 
 
 def test_only_one_step_of_a_chain_takes_several_sources():
-    with pytest.raises(ValueError, match="concat_gate_up and mxfp4 take several sources: only one"):
+    with pytest.raises(ValueError, match="concat and mxfp4 take several sources: only one"):
         chain(concat_gate_up, mxfp4)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neuron_moe.checkpoint import LazyTensor, open_checkpoint
 from neuron_moe.checkpoint.encodings import ENCODINGS
-from neuron_moe.checkpoint.lazy import runs
+from neuron_moe.checkpoint.lazy import runs, stack
 from neuron_moe.quantize.mxfp4 import decode_mxfp4, encode_mxfp4
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -38,6 +38,7 @@ def codes_of(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
 SCALES = {
     "blocks": ("_scale_inv", (2, 3), lambda row, column: (row // 128, column // 128)),
     "rows": ("_scale", (200, 1), lambda row, column: (row, 0)),
+    "parts of rows": ("_scale", (200, 6), lambda row, column: (row, column // 50)),
     "columns": ("_scale", (1, 300), lambda row, column: (0, column)),
     "one": ("_scale", (1,), lambda row, column: (0,)),
     "scalar": ("_scale", (), lambda row, column: ()),
@@ -89,11 +90,39 @@ def test_mxfp4_may_be_int8_with_e8m0_beside(tmp_path: Path) -> None:
     assert torch.equal(found, expected[[7, 2, 5], 32:])
 
 
+def test_int4_of_compressed_tensors_is_eight_codes_to_a_word(tmp_path: Path) -> None:
+    codes, scale = torch.randint(-8, 8, (6, 96)), torch.rand(6, 3).to(torch.bfloat16)
+    words = [
+        [
+            sum((int(code) + 8) << 4 * place for place, code in enumerate(row[start : start + 8]))
+            for start in range(0, 96, 8)
+        ]
+        for row in codes
+    ]
+    packed = torch.tensor(words).to(torch.uint32).view(torch.int32)
+    tensors = {"_packed": packed, "_scale": scale, "_shape": torch.tensor([6, 96])}
+    weight = saved(tmp_path, **tensors)
+    expected = codes.float() * scale.float().repeat_interleave(32, 1)
+    assert torch.equal(weight.read((range(6), range(96))), expected)
+    found = weight.read(((5, 1), (70, 3, 9, 95)))
+    assert torch.equal(found, expected[[5, 1]][:, [70, 3, 9, 95]])
+
+
 def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path: Path) -> None:
     codes, scale = codes_of(4, 6, 10), torch.rand(4, 1, 10)
     weight = saved(tmp_path, **{"": codes, "_scale": scale})
     found = weight.read(((3, 1), range(2, 5), range(10)))
     assert torch.equal(found, (codes.float() * scale)[[3, 1], 2:5])
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 6)], ids=["row", "rows of experts"])
+def test_scales_without_an_axis_for_columns_are_of_rows(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    codes, scale = codes_of(*shape, 6), torch.rand(shape)  # square: columns would fit, too
+    weight = saved(tmp_path, **{"": codes, "_scale": scale})
+    found = weight.read(((4, 1), *(range(6) for _ in shape)))
+    assert torch.equal(found, (codes.float() * scale[..., None])[[4, 1]])
 
 
 def test_scales_of_weights_that_are_not_codes_stay_tensors(tmp_path: Path) -> None:
@@ -113,16 +142,28 @@ def read_all(folder: Path, tensors: dict[str, Tensor]) -> None:
         ({"": codes_of(200, 300), "_scale_inv": torch.ones(2, 2)}, r"be \[2, 3\], one for each bl"),
         ({"": codes_of(200, 300), "_scale": torch.ones(100, 1)}, r"_scale \[100, 1\]: must have"),
         ({"": codes_of(4, 4), "_scale": torch.ones(4, 1, dtype=torch.int32)}, "dtype torch.int32"),
+        ({"": codes_of(4, 4), "_scale": torch.ones(4, 0)}, r"_scale \[4, 0\]: must have one value"),
+        ({"": codes_of(4, 4), "_scale": torch.ones(4, 3)}, r"_scale \[4, 3\]: .* parts of a row"),
         ({"": codes_of(4, 4), "_scale": torch.full((4, 1), float("inf"))}, "4 NaN or infinite"),
         ({"": torch.full((4, 4), 448.0).to(E4M3), "_scale": torch.full((1,), 3e38)}, "so large"),
     ],
-    ids=["grid", "rows", "dtype", "infinite", "overflow"],
+    ids=["grid", "rows", "dtype", "none", "parts", "infinite", "overflow"],
 )
 def test_scales_that_do_not_belong_to_their_codes_are_refused(
     tmp_path: Path, tensors: dict[str, Tensor], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_all(tmp_path, tensors)
+
+
+def test_an_expert_whose_codes_lack_scales_is_named(tmp_path: Path) -> None:
+    tensors = {f"experts.{expert}.weight": codes_of(4, 4) for expert in range(2)}
+    tensors |= {"experts.0.weight_scale": torch.ones(4, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    parts = [checkpoint.lazy(f"experts.{expert}.weight") for expert in range(2)]
+    with pytest.raises(ValueError, match=r"experts.1.weight: .*codes have scales beside them"):
+        stack(parts)
 
 
 @pytest.mark.parametrize("in_axis", [-1, -2])

@@ -56,8 +56,7 @@ def memory_error(model: Any) -> float:
     layer = next(layer.self_attn for layer in model.layers if layer.self_attn.reach is None)
     sizes = layer.sizes
     shape = 1, TOKENS, sizes.num_key_heads, sizes.key_size
-    for conv in (layer.query_conv, layer.key_conv, layer.value_conv):
-        conv.zero_()[..., -1] = 1  # of the token itself
+    layer.conv_weight.zero_()[..., -1] = 1  # of the token itself
     query, key, value, step = (torch.randn(shape) for _ in range(4))
     rate_USN = torch.randn(shape[:3])
     mixed_USC = torch.cat([part.flatten(2) for part in (query, key, value)], dim=-1)

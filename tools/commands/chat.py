@@ -3,13 +3,15 @@
     neuron-moe chat --model DIR --system "Answer in one sentence."
 
 A line is a message; the model knows all that was said before. An empty line starts afresh, the end
-of the input (Ctrl-D) ends the chat.
+of the input (Ctrl-D) ends the chat. On a terminal Ctrl-C ends an answer, and a message that cannot
+be answered is left out.
 """
 
 import argparse
 import sys
 
-from neuron_moe.models.language_model import load
+from neuron_moe.models.generation import GenerationOptions
+from neuron_moe.models.language_model import Prompting, load
 from neuron_moe.tools.console import fitting_threads, progress_bar
 from neuron_moe.tools.models import DTYPES, add_checkpoint_option, checkpoint_of
 from neuron_moe.tools.parsers import Parser
@@ -19,9 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     """Answer line after line; return the exit status."""
     args = _parser().parse_args(argv)
     folder = checkpoint_of(args)
+    # What no message can change shows before minutes of loading.
+    GenerationOptions(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed
+    )
+    Prompting(folder).encode_chat("Hello", args.system)
     with fitting_threads(folder), progress_bar("loading") as progress:
         model = load(folder, dtype=DTYPES[args.dtype], backend=args.backend, progress=progress)
-    model.prompting.encode_chat("Hello", args.system)  # a missing template shows before any message
     said: list[dict[str, str]] = []
     with fitting_threads(folder):
         while (message := _read_line()) is not None:
@@ -29,14 +35,23 @@ def main(argv: list[str] | None = None) -> int:
                 said.clear()
                 continue
             said.append({"role": "user", "content": message})
-            answer = model.chat(
-                said,
-                system=args.system,
-                on_text=lambda piece: print(piece, end="", flush=True),
-                max_new_tokens=args.max_new_tokens,
-                temperature=args.temperature,
-                seed=args.seed + len(said),
-            )
+            try:
+                answer = model.chat(
+                    said,
+                    system=args.system,
+                    on_text=lambda piece: print(piece, end="", flush=True),
+                    max_new_tokens=args.max_new_tokens,
+                    temperature=args.temperature,
+                    seed=args.seed + len(said),
+                )
+            except (ValueError, KeyboardInterrupt) as error:
+                if not sys.stdin.isatty():
+                    raise
+                said.pop()
+                print(
+                    f"\n{str(error) or 'interrupted'}\nThis message is left out.", file=sys.stderr
+                )
+                continue
             print("\n")
             said.append({"role": "assistant", "content": answer})
     return 0
