@@ -59,7 +59,6 @@ class MiniMaxM3Config(DecoderConfig):
     Attributes:
         max_position_embeddings: at most the keys that a token attends to in every layer.
         sparse_layers: those with experts.
-        indexed_layers: those whose attention has an indexer.
     """
 
     length_reason: ClassVar[str] = (
@@ -75,7 +74,6 @@ class MiniMaxM3Config(DecoderConfig):
     swiglu_alpha: float
     swiglu_limit: float
     sparse_layers: tuple[int, ...]
-    indexed_layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -122,7 +120,7 @@ class MiniMaxM3Config(DecoderConfig):
                 f"layer_types={list(kinds)}: must name num_hidden_layers={num_layers} layers, each"
                 f" {' or '.join(ATTENTION_TYPES)}. Correct it, or leave it out."
             )
-        indexed = tuple(layer for layer, kind in enumerate(kinds) if kind != ATTENTION_TYPES[0])
+        is_indexed = any(kind != ATTENTION_TYPES[0] for kind in kinds)
         blocks, size = (
             reader.get_size(key, index.get_size(old, default))
             for (old, key), default in zip(INDEX_KEYS.items(), (16, 128), strict=True)
@@ -141,9 +139,8 @@ class MiniMaxM3Config(DecoderConfig):
                 default_theta=ROPE_THETA,
                 default_part=1.0 if has_rope else rotated / max(head_dim, 1),
             ),
-            max_position_embeddings=min(longest, blocks * size) if indexed else longest,
+            max_position_embeddings=min(longest, blocks * size) if is_indexed else longest,
             sparse_layers=sparse or read_sparse_layers(reader, 0),
-            indexed_layers=indexed,
             **{
                 name: reader.get(name, int)
                 for name in ("intermediate_size", "num_local_experts", "num_experts_per_tok")

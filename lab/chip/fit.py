@@ -267,8 +267,3 @@ def _estimates(problem: _Problem, state: _State) -> dict[str, Estimate]:
             estimate=value, low=value * float(np.exp(-low)), high=value * float(np.exp(high))
         )
     return found
-
-
-def barely_visible(estimates: Mapping[str, Estimate]) -> Sequence[str]:
-    """Return the names of the coefficients that the probes leave open."""
-    return [name for name, one in estimates.items() if one.is_barely_visible]

@@ -10,7 +10,7 @@ Letters: T tokens of a step, S of them of one sequence, C positions they see, Q 
 key/value heads.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -364,8 +364,3 @@ def _longest(times_ns: dict[str, float]) -> tuple[float, str]:
     """Return the longest time in microseconds, and whose it is."""
     bound = max(times_ns, key=lambda name: times_ns[name])
     return times_ns[bound] / 1e3, bound
-
-
-def total_instructions(parts: Sequence[PartTime]) -> int:
-    """Return the instructions of a step's parts."""
-    return sum(part.count * part.instructions for part in parts)

@@ -19,8 +19,6 @@ from neuron_moe.parallel.config import ExpertLayout, ParallelConfig
 from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.shard import ExpertShard
 
-PHASE_LAYOUTS = ("prefill", "decode")
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
