@@ -1,7 +1,7 @@
 """Folds: tokens with more pairs than the sum over slots has columns, added up before it.
 
 A fold is the weighted sum of a token's pairs, rounded as slots are, in a row behind theirs. Folds
-of a core lie in tiles of 128 rows, one of each partition, those of most pairs first. A loop for
+of a core are in tiles of 128 rows, one of each partition, those of most pairs first. A loop for
 each number of pairs, the most first, adds up the tiles in which a partition of either core has a
 fold of as many: both cores make as many iterations. An iteration takes some tiles and loads for
 itself.
@@ -108,7 +108,7 @@ def add_folds(slots_RH: nl.NkiTensor, folds: Folds, out: CombineDims, dims: Fold
     Args:
         slots_RH: bfloat16 rows of slots, then of folds.
         folds: of `store_table`.
-        out: of the sum behind it, which tells how a missing row is read.
+        out: of the sum behind it, which says how a missing row is read.
         dims: C, P and the folds.
     """
     F, P, core = dims.tiles, dims.most, nl.program_id(0)

@@ -21,7 +21,7 @@ Slots that hold no token are never read, so they may hold anything. A slot that 
 finite: a NaN or infinity in one spreads to the up to 128 tokens of its tile, as the tensor engine
 adds 0 times it to the others.
 
-On chip: tokens lie on the partitions as in token_tiles.py. The weighted sum of a tile is a chain of
+On chip: tokens are on the partitions as in token_tiles.py. The weighted sum of a tile is a chain of
 matmuls in PSUM with diag(affinities[:, k]) stationary and the gathered rows [rows, H] moving.
 Beside bfloat16 slots the diagonal is bfloat16 too, as the sum of two terms: an affinity is then off
 by 2^-17 of itself at most, a 256th of what rounding a slot to bfloat16 costs. Beside float32 slots
@@ -31,7 +31,7 @@ Limits (check_combine): K <= 16, H a multiple of 64, at most 8 partial sums, P *
 
 Cost: every slot with a token is read once, the output is written once; per tile and choice 2 P H
 matmul columns (P H float32 ones beside float32 slots). One gather of 128 whole rows per tile,
-choice and part, in pieces of H only where SBUF asks for it. Gathers of the next tile overlap.
+choice and part, in pieces of H only where SBUF demands it. Gathers of the next tile overlap.
 
 Steps:
     1. Split the tokens over the cores; load all their slot numbers and affinities at once.
@@ -109,7 +109,7 @@ def combine(
     pieces = (hidden_size + piece - 1) // piece
     is_single = sums_nothing(top_k * num_parts, dims)
     gathered, beside, diagonals = [], [], []
-    # Rows are asked for, and diagonals made, before those of the step before are summed: what
+    # Rows are gathered, and diagonals made, before those of the step before are summed: what
     # clears their place would otherwise wait behind the copies of that sum.
     for step in range(tokens.count * pieces + 1):
         if step < tokens.count * pieces:
@@ -354,7 +354,7 @@ def _scale(
 
 
 def _empty(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: int) -> None:
-    """Copy sums from PSUM, columns start.. of a piece, and add what lies beside them.
+    """Copy sums from PSUM, columns start.. of a piece, and add what comes beside them.
 
     Two engines take half of the columns each; the Vector engine takes all where rows are added.
     """

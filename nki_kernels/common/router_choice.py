@@ -24,7 +24,7 @@ from nki_kernels.common.chip import BANK_FLOATS
 from nki_kernels.common.formula import ROUTER_ACTIVATIONS, RouterFormula
 
 MAX_TOP_K = 32
-MAX_EXPERTS = 2 * BANK_FLOATS  # logits of a token lie in two banks
+MAX_EXPERTS = 2 * BANK_FLOATS  # logits of a token take two banks
 AT_ONCE = 8  # values per max8 (nki.isa.max8), and the fewest it takes
 LOWEST = -3.4028234663852886e38  # below every score
 _HIGHEST = 3.4028234663852886e38  # equal to no score

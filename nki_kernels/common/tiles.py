@@ -68,7 +68,7 @@ def load_matrix(
     Args:
         dst_sb: [rows, count, columns] tile.
         entry: the matrix.
-        axis: how the rows lie on partitions.
+        axis: how the rows are spread over partitions.
         base: first element inside the matrix.
         row: elements from a row to the next.
         runs: [stride, count] pair of the pieces of a row.
@@ -140,7 +140,7 @@ def load_rows(dst_sb: nl.NkiTensor, entry: Entry, size: int, begin: int, columns
 def load_halves(dst_sb: nl.NkiTensor, entry: Entry, axis: AxisTiles, size: int, first: int) -> None:
     """Load elements of the halves of a row of [E, halves * size] as [rows, halves, count].
 
-    That is how the projections of one axis lie, gate first.
+    That is how the projections of one axis are stored, gate first.
     """
     for half in range(dst_sb.shape[1]):
         part_sb = dst_sb[0 : axis.rows, half, 0 : axis.count]
@@ -158,7 +158,7 @@ def make_tiles(
 
 
 def weight_dtype(weight_format: str) -> Any:
-    """Return the element type of weights on chip; words of MX formats lie among other bytes."""
+    """Return the element type of weights on chip; words of MX formats are among other bytes."""
     if weight_format.endswith("_x4"):
         return nl.uint8
     if weight_format == "float8_e4m3":
@@ -323,7 +323,7 @@ def multiply_chain(
 def multiply_banks(
     dst_ps: nl.NkiTensor, stationary: nl.NkiTensor, moving: nl.NkiTensor, accumulate: bool
 ) -> None:
-    """Write or add a product [rows, columns] that may lie in several banks of PSUM."""
+    """Write or add a product [rows, columns] that may span several banks of PSUM."""
     columns = dst_ps.shape[1]
     for first in range(0, columns, BANK_FLOATS):
         bank = slice(first, min(first + BANK_FLOATS, columns))
@@ -336,7 +336,7 @@ def multiply_banks(
 
 
 def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:
-    """Copy a tile on the Vector or the Scalar engine by turns, so that both share the work."""
+    """Copy a tile on the Vector or the Scalar engine, so that both share the work."""
     engine = nisa.engine.vector if turn % 2 == 0 else nisa.engine.scalar
     nisa.tensor_copy(dst=dst_sb, src=src, engine=engine)
 

@@ -250,7 +250,7 @@ def _make_mx_buffers(config: DecodeConfig, inner: list[nl.NkiTensor]) -> MxBuffe
 
 
 def _by_tile(inner: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
-    """Return views [i, 4, T] of tiles whose four elements lie side by side."""
+    """Return views [i, 4, T] of tiles whose four elements are side by side."""
     views = []
     for inner_sb in inner:
         views.append(inner_sb.permute((0, 2, 1)))

@@ -15,7 +15,7 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     expert_affinities  [T, K]      float32
     first_expert       [1, 1]      int32     global number of local expert 0
     gate_up_bias       [E, 2I]     float32   optional
-    down_bias          [E, H]      bfloat16  optional; none if it lies in packed weights
+    down_bias          [E, H]      bfloat16  optional; none if it is in packed weights
     gate_up_scale      [E, 2I]     float32   optional, of output channels
     down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
     -> output          [T, H]      float32 or bfloat16
@@ -27,7 +27,7 @@ The steps:
 2. List the touched experts, and weigh what each token takes of them (list.py).
 3. Load the tokens and transpose them: x^T [h, H/h, T] stays on chip (ends.py).
 4. Go through the list in iterations, in the order that the host settled (schedule.py,
-   iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] lie in
+   iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] are in
    one of the weight buffers, a partition owning consecutive rows of HBM; y is added up over all
    experts in float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128 tokens, in rows [T, H]
    (stages.py, out.py).

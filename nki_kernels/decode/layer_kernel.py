@@ -25,10 +25,10 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
 Between the tokens coming in and the result going out nothing passes through HBM. The order of the
 source is that of need:
 
-1. Ask for tokens, norm and router, then for the shared experts: none depends on the routing.
-2. Normalise all tokens on both cores, turn them (norm.py), make logits (router.py): of a large
+1. Load tokens, norm and router, then for the shared experts: none depends on the routing.
+2. Normalise all tokens on both cores, transpose them (norm.py), make logits (router.py): of a large
    router each core computes half of them.
-3. Pick the experts and list them (list.py), so that their weights are asked for before the
+3. Pick the experts and list them (list.py), so that their loads are issued before the
    affinities are computed; then weigh.
 4. Add the shared experts to y (shared.py): they are on chip by now, the routed ones on their way.
 5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual or the
@@ -192,7 +192,7 @@ def _load_front(
     selection_bias: Any,
     shared_gate: Any,
 ) -> Front:
-    """Ask for what norm and router need; the tokens come first."""
+    """Load what norm and router need; the tokens come first."""
     h_axis = config.moe.h_axis
     tiles = load_tokens(hidden, h_axis)
     norms = []

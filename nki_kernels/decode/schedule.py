@@ -5,8 +5,8 @@ entries (experts) of each core, an item is a part of a chunk of one of them. It 
 and leaves nothing on chip for another one but the sums: public kernels show no loop whose transfers
 are under way from iteration to iteration. Its steps:
 
-1. Ask for the first items, as many as there are weight buffers: gate and up of an item and the down
-   weights that are used after them by turns.
+1. Load the first items, as many as there are weight buffers: gate and up of an item alternate with
+   the down weights that are used after them.
 2. Project an item into I, then load gate and up of the item that takes its buffer: nobody reads the
    old ones any more.
 3. Project a group of items out of I when the items after it have been projected in, so that the

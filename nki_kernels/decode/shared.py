@@ -134,7 +134,7 @@ def shared_bytes(config: DecodeConfig) -> int:
 def load_shared(
     config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor, core: int
 ) -> SharedTiles:
-    """Ask for the first items of this core."""
+    """Load the first items of this core."""
     part_sb = nl.ndarray((1, config.E), dtype=nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=part_sb, pattern=[[1, config.E]], offset=0, channel_multiplier=0)
     ones_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -147,7 +147,7 @@ def load_shared(
 
 
 def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -> None:
-    """Ask for an item of this core."""
+    """Load an item of this core."""
     part = item // config.chunks * config.num_cores + core
     part_sb = tiles.part_sb[0:1, part : part + 1]
     buffer, chunk = item % config.weight_buffers, item % config.chunks

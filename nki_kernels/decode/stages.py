@@ -118,7 +118,7 @@ def load_out(
 
 
 def _load_down_bias(config: DecodeConfig, dst_sb: nl.NkiTensor, down_bias: Entry) -> None:
-    """Load an expert's down bias, the same number of tiles of H to each quadrant it lies in."""
+    """Load an expert's down bias, the same number of tiles of H to each quadrant it takes."""
     h_axis, quadrants = config.h_axis, bias_quadrants(config)
     size = dst_sb.shape[1]
     for quadrant in range(quadrants):
@@ -146,7 +146,7 @@ def _load_part_in(
 ) -> None:
     """Load tiles of H of the gate and up columns from `first` on.
 
-    Whole rows lie after each other: one descriptor per partition, whether the expert is there or
+    Whole rows follow each other: one descriptor per partition, whether the expert is there or
     is left out.
     """
     h_axis, I, columns = config.h_axis, config.I, config.i_axis.size  # noqa: E741
@@ -217,7 +217,7 @@ def spread_column(
 
 
 def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) -> None:
-    """Turn a column, repeated 128 times; a token that is not a number stays alone."""
+    """Transpose a column, repeated 128 times; a token that is not a number stays alone."""
     begin = 0
     for table_sb in tables:
         rows, width = table_sb.shape
@@ -371,7 +371,7 @@ def _activate(
     ring: int,
     tile: int,
 ) -> None:
-    """Turn the projections of one tile into inner activations, times the tokens' weights."""
+    """Make of the projections of one tile inner activations, times the tokens' weights."""
     T, rows = config.T, rows_of(config.i_axis, tile)
     chunk = item // config.parts
     turn = (chunk * config.i_axis.count + tile) % 2

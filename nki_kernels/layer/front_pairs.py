@@ -40,7 +40,7 @@ class FrontPairs(nl.NKIObject):
     pair_of_fold_sb: Any  # [128, F * P] uint32
 
 
-def bring_front(
+def compact_front(
     index_sb: nl.NkiTensor,
     weight_sb: nl.NkiTensor,
     tokens: TokenTiles,
@@ -92,7 +92,7 @@ def store_table(
         rows_TC, weights_TC: int32, -1 for none, and float32.
         folds: of `make_folds`.
         slot_sb: [128, n * K] float32, -1 for no expert here.
-        front: of `bring_front`.
+        front: of `compact_front`.
         tokens: of this core.
         dims: C, P and the folds.
     """

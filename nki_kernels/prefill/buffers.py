@@ -140,8 +140,8 @@ def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffer
     up_bias, gate_up_scale = allocate(w.up_bias), allocate(w.gate_up_scale)
     down_bias, down_scale = allocate(w.down_bias), allocate(w.down_scale)
     down_scale_parts, expert_table = allocate(w.down_scale_parts), allocate(v.expert_table)[0]
-    # Turned rows and output rows are never in PSUM at once: they share what sums of the gate and up
-    # projections leave of its banks.
+    # Transposed rows and output rows are never in PSUM at once: they share what sums of the gate
+    # and up projections leave of its banks.
     outer_ps = make_tiles(
         BANKS - inner_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum
     )
@@ -269,9 +269,9 @@ class Lists(NKIObject):
 
 
 def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what the first work tiles need: token ids and experts; reset counters.
+    """Load what the first work tiles need: token ids and experts; reset counters.
 
-    What is asked for after the first weights waits for these, so the ids come before.
+    What is loaded after the first weights waits for these, so the ids come before.
     """
     stop = first_entries(config)
     if not b.has_ids:
@@ -311,8 +311,8 @@ def _clear_rows(b: Buffers) -> None:
 
 
 def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip the token ids of later work tiles, and their scales; the first down weights,
-    which are used last, are asked for after them.
+    """Load the token ids of later work tiles, and their scales; the first down weights, which are
+    used last, are loaded after them.
     """
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     entries, first = num_work_tiles * largest, first_entries(config)
@@ -331,7 +331,7 @@ def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what later work tiles need, beside the first weights."""
+    """Load what later work tiles need, beside the first weights."""
     entries, lane = b.expert_table.shape[1] * largest_work_tile_of(config), lists.lane
     nisa.dma_copy(dst=b.iterations, src=lists.class_iterations)
     if is_alone(config.loop):
@@ -348,7 +348,7 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
 
 def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
-    """Bring token ids of some entries on chip."""
+    """Load token ids of some entries."""
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     ids_sb = b.id_table.reshape((R, entries))[0:R, first:stop]
     values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
@@ -364,7 +364,7 @@ def keep_ids(config: PrefillConfig, ids_sb: nl.NkiTensor) -> None:
 
 
 def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
-    """Bring scales of some entries on chip."""
+    """Load scales of some entries."""
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     scales_sb = b.scale_table[0].reshape((R, entries))[0:R, first:stop]
     values, may_miss = (
@@ -378,7 +378,7 @@ def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, st
 def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
     """Take experts and ids of work tiles 0 and 1 from tables, of which more may be on its way.
 
-    Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
+    Transfers stand in one queue: weights that were issued earlier would hold up the first rows.
     """
     R, G = config.tile_rows, largest_work_tile_of(config)
     for s in range(2):
@@ -388,8 +388,8 @@ def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
 
 
 def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring scales of the first work tiles on chip, once both cores have theirs in HBM; the first
-    rows are on their way.
+    """Load scales of the first work tiles, once both cores have theirs in HBM; the first rows are
+    on their way.
     """
     if config.scaling == "none":
         return
@@ -604,7 +604,7 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     if config.scaling == "post":
         _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
-    # The down weights of the next work tile are asked for while its other parts are still in use.
+    # The down weights of the next work tile are prefetched while its other parts are still in use.
     _fetch(b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
 
 

@@ -34,12 +34,12 @@ columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the t
 next work tile's weights, and the rows after that, load while one computes.
 
 Steps, on each core:
-    1. Allocate everything that stays (memory.py), bring the work tiles of the core's lane on chip.
+    1. Allocate everything that stays (memory.py), load the work tiles of the core's lane.
     2. Start the pipeline: weights and rows of work tile 0, the first rows of work tile 1.
     3. Per loop (one for each pair of work tile sizes), per iteration: two work tiles, by parity.
     4. A work tile: gate and up projections and the activation, part by part (`_go_in`); the first
        tile of the next work tile is transposed; then the down projection, part by part, and stores
-       (`_go_out`). Each part that is done asks for the part that takes its buffer.
+       (`_go_out`). Behind each part comes the load of the part that takes its buffer.
 With the hidden axis split, step 4 is that of exchange.py: two work tiles, interleaved.
 
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
@@ -237,7 +237,7 @@ def _start_iteration(
 def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
     """Load what the first work tile of an iteration needs beyond its weights, then the next one's.
 
-    Rows that are asked for first are first in the queues, as GpSimd touches experts after them.
+    Rows that are issued first are first in the queues, as GpSimd touches experts after them.
     """
     loop = config.loop
     steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
@@ -315,7 +315,7 @@ def _start_pipeline(
 def _run_work_tile(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
-    """Compute the row tiles of one work tile of an iteration, and bring in what the next two need.
+    """Compute the row tiles of one work tile of an iteration, and load what the next two need.
 
     The first tile of the next work tile is transposed before this one's down projection, so that
     the tensor engine has work while the last activation is computed.

@@ -1,4 +1,4 @@
-"""What the prefill kernel brings on chip: token rows, weights, biases and scales.
+"""What the prefill kernel loads: token rows, weights, biases and scales.
 
 Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate or hidden axis;
 h, i partitions of a tile of H or I.
@@ -209,7 +209,7 @@ def _load_run(dst_sb: nl.NkiTensor, entry: Entry, part: int) -> None:
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
-    """Turn what was loaded beside the weights of a part into what its use needs.
+    """Make of what was loaded beside the weights of a part what its use needs.
 
     Done when the part is used, not when it is loaded: engines take their work in order. What was
     loaded stays as it is, for a work tile that finds it still there.

@@ -22,7 +22,7 @@ from nki_kernels.prefill.config import PrefillConfig, mx_form
 def transpose_into_words(
     config: PrefillConfig, b: Buffers, rows_sb: nl.NkiTensor, transposed: int, j: int
 ) -> None:
-    """Transpose a row tile so that four elements lie side by side, and quantise it.
+    """Transpose a row tile so that four elements are side by side, and quantise it.
 
     Args:
         config, b: sizes and buffers.

@@ -159,7 +159,7 @@ def finish_in(
     tile: int,
     projected: nl.NkiTensor,
 ) -> None:
-    """Turn projections [rows, 2 or 1, R] into a tile of what goes into the down projection; without
+    """Make of projections [rows, 2 or 1, R] a tile of what goes into the down projection; without
     a gate the activation is that of the only projection, and there is no product.
     """
     rows, R = rows_of(config.i_axis, tile), projected.shape[2]
@@ -370,7 +370,7 @@ def store_rows(
                 src=b.outer[outer][piece * each : (piece + 1) * each],
                 oob_mode=when_missing(config.loop.missing == "skip"),
                 dge_mode=nisa.dge_mode.hwdge,
-                # Of both queues: an iteration ends when its last transfer is asked for.
+                # Of both queues: an iteration ends when its last transfer is issued.
                 engine=nisa.engine.scalar if piece % 2 == 0 else nisa.engine.sync,
             )
     else:
