@@ -149,6 +149,7 @@ def _load_rows(
 ) -> list[nl.ndarray]:
     """Return for each part the rows of slots_RH of this core's choices, [128, tiles * K] int32."""
     shape = (PARTITIONS, tokens.count * slot_of_pair_TK.shape[1])
+    # Partitions without a token are computed with: they must hold numbers.
     first_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     if tokens.full < PARTITIONS:
         nisa.memset(dst=first_sb, value=0)
@@ -157,6 +158,7 @@ def _load_rows(
         first_sb = real_rows(first_sb, num_slots, dims)
     rows_sb = [first_sb]
     for part in range(1, num_parts):
+        # The parts are one tensor of rows: a slot of the next part is num_slots rows on.
         part_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=part_sb, data=first_sb, op0=nl.add, operand0=part * num_slots)
         rows_sb.append(part_sb)
@@ -298,6 +300,7 @@ def gather_rows(
                 vector_offset=part_sb[0:rows, column],
             )
             if dims.has_no_expert and dims.missing == "skip":
+                # A row that is left out is not written: its zeros count for nothing.
                 nisa.memset(dst=slot_sb, value=0.0, engine=nisa.engine.vector)
                 nisa.dma_copy(dst=slot_sb, src=source, oob_mode=nisa.oob_mode.skip)
             else:
@@ -318,6 +321,7 @@ def weigh(
     total_sb = nl.ndarray((rows, width), out_dtype, buffer=nl.sbuf)
     for group in range(0, width, _GROUP):
         group_width = min(_GROUP, width - group)
+        # A new tile for each group: one half of PSUM fills while the other is emptied.
         total_ps = nl.ndarray((rows, group_width), nl.float32, buffer=nl.psum)
         for index in range(len(gathered)):
             terms = diagonals[index // num_parts]

@@ -48,6 +48,7 @@ def transpose_tokens(
 ) -> nl.NkiTensor:
     """Return x^T as a [h, H/h, T] view of what `load_tokens` gives."""
     h_axis = config.h_axis
+    # Loaded as [h, T, H/h]: x^T but for the order of the axes, which matmuls read with a stride.
     if is_direct_in(config):
         return row_tiles[0].permute((0, 2, 1))
     transposed_sb = allocate(token_table(config).transposed)[0]
@@ -155,6 +156,7 @@ def _exchange(
     other = 1 - core
     first, theirs = core * (T - size), other * (T - size)
     received_sb = apart_sb[0:rows, low:high, 0:size]
+    # A few bytes go through GpSimd, in less time than a DMA takes to start.
     by_gpsimd = count * size * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
         src=sums.total_sb[0:rows, low:high, theirs : theirs + size],
@@ -180,6 +182,7 @@ def _store_directly(
     """
     rows, count, size = part_sb.shape
     spread_sb = part_sb.permute((0, 2, 1))
+    # `_add_other_half` rounded them where it could.
     is_ready = config.num_cores > 1 and len(ending.residuals) == 0
     if not is_ready:
         stored = ends_table(config).stored
@@ -188,6 +191,7 @@ def _store_directly(
             nisa.tensor_copy(dst=rounded_sb, src=spread_sb)
         else:
             residual_sb = nl.ndarray(stored.shape, dtype=ending.residuals[0].dtype, buffer=nl.sbuf)
+            # Nothing is loaded past H, but the sum reads it.
             if config.h_axis.size < rows * count:
                 nisa.memset(dst=residual_sb, value=0.0)
             _load_directly(config, residual_sb, ending.residuals[0], first)

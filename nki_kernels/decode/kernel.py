@@ -127,6 +127,7 @@ def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTe
         nisa.dma_copy(
             dst=tile_sb,
             src=values[first : first + size, 0 : config.K],
+            # Everything waits for it: with addresses known beforehand no engine makes descriptors.
             dge_mode=nisa.dge_mode.none,
         )
         tiles.append(tile_sb)
@@ -156,6 +157,7 @@ def _route_tokens(
     core: int,
 ) -> Listed:
     """Work out which experts are touched, and by how much each token; see list.py."""
+    # The list first, as loads of weights wait for it; factors are used after the first products.
     bank_ps = routing_bank(b.sums)
     routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
     weigh(config, routing, affinity_tiles, bank_ps, b.ones)

@@ -172,6 +172,7 @@ def _add_experts(
     """Route the tokens and make y of this core; the experts' place is free again then."""
     moe = config.moe
     b = make_buffers(moe, sums)
+    # Before the routing: weights that wait for it would stand in front of these in the queue.
     shared_tiles = []
     if config.form.shared_width > 0:
         shared_tiles.append(load_shared(config.shared, sums, shared[0], shared[1], core))
@@ -254,6 +255,7 @@ def _route(
     chosen_tiles = index_tiles
     if config.form.has_padding:
         chosen_tiles = _drop_padding(index_tiles, front.real)
+    # The list first, as loads of weights wait for it; affinities are used after the first products.
     routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, core)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
     weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
@@ -271,6 +273,7 @@ def _prepare_tokens(
     banks_ps = transposed_banks(h_axis, T)
     x_sb = tiles[0].transposed_sb
     is_whole = len(tiles) == 1 and not config.form.has_norm
+    # One tile without a norm is x^T as it is; others are copied or normalised into their columns.
     if not is_whole:
         x_sb = nl.ndarray((h_axis.rows, h_axis.count, T), nl.bfloat16, buffer=nl.sbuf)
     for number in range(len(tiles)):

@@ -38,8 +38,7 @@ class Ending(NKIObject):
 def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
     """Add the cores' rows and the residual, round once, add up the ranks' on chip, store.
 
-    Columns go in pieces, so that one is added and
-    stored while the next is on its way.
+    Columns go in pieces, so that one is added and stored while the next is on its way.
 
     Args:
         config: sizes.
@@ -61,6 +60,7 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endin
         pieces.append(slice(begin, min(share, begin + size)))
     received = []
     if config.num_cores > 1:
+        # All exchanges are issued before any sum: later pieces travel while earlier ones are added.
         received = allocate(ends_table(config).received)
         for piece in pieces:
             sent = slice(theirs + piece.start, theirs + piece.stop)

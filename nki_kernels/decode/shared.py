@@ -172,11 +172,13 @@ def run_shared(
     """
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
+    # In the place of an expert's affinities: the stages do not know the difference.
     nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
     items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
         project_in(config, b, transposed_sb, buffer, item, 0, True, True)
         project_out(config, b, Group(item, 1, 0, False, True, True))
+        # Behind the products that read this buffer last.
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)

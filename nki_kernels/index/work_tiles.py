@@ -131,6 +131,7 @@ def store_work_tiles(
     known = KnownWorkTiles([])
     for lane in range(work_tiles.num_lanes):
         is_stored = lane % num_cores == core
+        # A core lists the lanes that it stores; the only lane both do, where each looks tokens up.
         if is_stored or (listed.lists > 0 and work_tiles.num_lanes == 1):
             work_tile_sb = _number_work_tiles(loops, work_tiles, lane, columns)
             go_on(meanwhile)
@@ -399,6 +400,7 @@ def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
     columns = numbers_sb.shape[1]
     found_sb = _new(columns, nl.float32)
     ended_sb = _new(ends_sb.shape[1], nl.float32)
+    # Comparing and counting in one instruction: a column has one number a partition.
     for column in range(columns):
         nisa.tensor_scalar_reduce(
             dst=ended_sb,

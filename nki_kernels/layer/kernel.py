@@ -199,6 +199,7 @@ def prefill_layer(
     is_real: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
+    # Normalised tokens go through HBM, since either core gathers any of them.
     x_TH = hidden
     if has_norm(config):
         x_TH = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
@@ -224,6 +225,7 @@ def prefill_layer(
     if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(listed.shared_tokens, _BOTH)
     slots_PSH = compute_work_tiles(config.experts, b, x, _lists_of(listed, config))
+    # A token's slots may be the other core's work.
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
     if config.out.has_shared:
@@ -327,6 +329,7 @@ def _index_tokens(
     # The other core's lists are on their way.
     identity_sb = identity(nl.float16)
     wanted = _wanted_columns(lists, known, identity_sb, config)
+    # Experts read lists that the other core stored, and gather tokens that it normalised.
     nisa.core_barrier(index.work_tiles[2], _BOTH)
     if has_norm(config):
         nisa.core_barrier(experts.hidden, _BOTH)
@@ -404,6 +407,7 @@ def _fill_ids(
     rows, entries = found[0].shape
     # The same on both cores: the first one has most tokens.
     most = split_tokens(config.experts.num_tokens, 0, nl.num_programs(0)).rows
+    # One pass is enough for most routings: further ones are iterations of a loop, often none.
     if lists_room(lists, config) < most:
         iterations = nisa.register_alloc()
         nisa.register_load(iterations, passes_sb)

@@ -291,6 +291,7 @@ def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         # The lane's spare tile of the output stands for none.
         keep_below(b.tile_table, config.num_tiles + lists.lane + 1)
     nisa.memset(dst=b.counter, value=0)
+    # `start_work_tiles` takes the first two.
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
@@ -326,6 +327,7 @@ def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     last_sb = b.id_table[0:1, num_work_tiles - 1, largest - 1 : largest]
     loop = config.loop
     ahead = 1 if config.shard.splits_h else -(-loop.weight_buffers // loop.out_parts)
+    # The first loads of down weights read these numbers, and so wait for the ids of all work tiles.
     for s in range(ahead):
         _follow(b.expert_out[s], b.expert[s], last_sb)
 
@@ -344,6 +346,7 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         if bias_is_inside(config):
             spare = config.i_axis.rows
             R = config.tile_rows
+            # A transfer: engines start at partitions 0, 32, 64 and 96 only.
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
 
 
@@ -437,6 +440,7 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     entries = rows_sb.shape[1] * rows_sb.shape[2]
     nisa.dma_copy(dst=rows_sb, src=lists.work_row_tiles.ap([[0, R], [1, entries]], offset=offset))
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
+    # From 1 on, so that 0 is left for padding; the last step takes the 1 off again.
     nisa.iota(dst=number_sb, pattern=[[1, 1]], offset=1, channel_multiplier=1)
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
@@ -484,6 +488,7 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         for begin in range(0, entries, BANK_FLOATS):
             end = min(entries, begin + BANK_FLOATS)
             sum_ps = b.outer_ps[piece % len(b.outer_ps)][0:1, 0 : end - begin]
+            # A matmul adds up over partitions.
             nisa.nc_matmul(
                 dst=sum_ps,
                 stationary=weight_sb[first : first + rows, 0:1],
@@ -504,6 +509,7 @@ def _find_ends(config: PrefillConfig, b: Buffers) -> None:
     """Write where the loops over each class end, in pairs of work tiles from the first class on."""
     sizes = iteration_pairs(config.loop)
     mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
+    # Sizes are powers of two: the mask leaves what whole iterations of that size cover.
     for k in range(len(sizes)):
         nisa.memset(dst=mask_sb[0:1, k : k + 1], value=-sizes[k])
         nisa.tensor_tensor(

@@ -158,6 +158,7 @@ def compute_work_tiles(
     """Compute every slot that the work tiles name; return the output."""
     core = nl.program_id(0)
     share = share_of(config, core)
+    # `combine` reads these zeros for a slot that is missing; of a shared output one core writes.
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
     _start_pipeline(config, b, x, lists, share)
@@ -178,6 +179,7 @@ def _run_alone(
     """
     sizes, pairs = loops_of(config.loop.classes)[position], iteration_pairs(config.loop)
     for number in range(len(pairs)):
+        # Where it is needed, not before: what comes behind waits for the register.
         end = nisa.register_alloc()
         nisa.register_load(end, b.ends[0][0:1, position, number : number + 1])
         _loop_over(config, b, x, share, sizes, begin, end, pairs[number])
@@ -230,6 +232,7 @@ def _start_iteration(
     if not config.shard.splits_h:
         _load_behind(config, b, x, share)
     transpose_tile(config, b, 0, 0)
+    # The single buffer of first tiles is free now.
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -242,6 +245,8 @@ def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -
     loop = config.loop
     steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
     experts_sb = b.fetched[0].own_sb[0:1, 0 : b.work_tiles]
+    # Copied onto themselves: the loads below read them, and so wait until GpSimd has issued the
+    # gathers before this.
     nisa.tensor_copy(dst=experts_sb, src=experts_sb, engine=nisa.engine.gpsimd)
     for work_tile in range(2):
         for step in buffers:
@@ -268,6 +273,7 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
         nisa.register_load(iterations, b.iterations[0:1, position : position + 1])
         nl.fori_loop(0, iterations, two_work_tiles)
     else:
+        # The last two work tiles are empty, for the iterations that look two ahead.
         for _iteration in range((b.expert_table.shape[1] - 2) // 2):
             two_work_tiles(_iteration)
 
@@ -363,6 +369,7 @@ def _go_in(
         beside = (s * parts + part) % buffers
         if h_part == 0:
             prepare_part(config, b, beside)
+        # A part of weights meets all row tiles before the next part: its buffer is free the sooner.
         for j in range(size):
             for tile in range(last):
                 project_in(config, b, buffer, beside, s, j, part, h_part, tile)
@@ -372,6 +379,8 @@ def _go_in(
                 transpose_tile(config, b, s, j + 1)
                 gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, beside, s, j, part, h_part, last)
+        # No load of gate and up weights needs this work tile's expert any more; the next one may
+        # be for the work tile two ahead.
         if step == steps - 1 and not is_alone(loop):
             look_at_expert(config, b, s)
         _load_step(config, b, x, share, s, step + loop.weight_buffers)
@@ -393,6 +402,7 @@ def _go_out(
     for part in range(parts):
         for j in range(size):
             outer = (first_outer + j) % config.loop.outer_buffers
+            # The columns of a row come part by part; its transfer needs all of them.
             project_out(config, b, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer)
@@ -431,5 +441,7 @@ def _load_part(
         if work_tile >= 0:
             load_down(config, b, x, share, b.expert[work_tile], buffer, part % parts, work_tile)
         return
+    # `expert` of this parity is that of the work tile two ahead by now (`look_at_expert`);
+    # `expert_out` keeps those whose down weights are still to come.
     expert = b.expert[s] if part // parts == 2 else b.expert_out[work_tile]
     load_down(config, b, x, share, expert, buffer, part % parts, work_tile)

@@ -79,6 +79,8 @@ def _gather(
 ) -> None:
     """Gather the rows of a row tile by their [R, 1] ids."""
     R, H, width = config.tile_rows, config.H, core_width(config)
+    # A descriptor a row, which GpSimd makes (software DGE): hardware DGE takes no offsets by row.
+    # The queue of the weights is another one, so that neither waits for the other.
     nisa.dma_copy(
         dst=b.rows[row_buffer(config, s, j)],
         src=x.hidden.ap([[H, R], [1, width]], offset=share.h_first, vector_offset=ids_sb),
@@ -109,6 +111,7 @@ def gather_after(
     next_size: int,
 ) -> None:
     """Refill the buffer of tile j, which is free again: for this work tile or the next one."""
+    # Tile j was just transposed: nobody reads its rows any more.
     ring = config.loop.row_buffers - 1
     if j + ring < size:
         gather_rows(config, b, x, share, s, j + ring)
@@ -249,6 +252,7 @@ def load_down(
     begin = share.h_first + part * columns
     row = H // stored_parts(config)[1]
     first = begin // row * config.I * row + begin % row
+    # Scales first: `spread_down_scale` takes them before the first product with these weights.
     if config.has_scales and part == 0:
         scale_sb = b.down_scale_parts[s % config.loop.weight_buffers]
         load_rows(scale_sb, _entry(config, x.down_scale, expert), H, share.h_first, width)
@@ -264,6 +268,8 @@ def load_down(
         return
     flat = b.down[buffer].reshape((b.down[buffer].shape[0], in_parts * i_axis.count * columns))
     size, entry = i_axis.count * columns, _entry(config, x.down, expert)
+    # Every part of I on its own: the partitions hold its rows in the order of the gate and up
+    # projections of that part.
     for k in range(in_parts):
         part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]
         base = first + (share.i_first + k * i_axis.size) * row
