@@ -184,7 +184,7 @@ class KVCache:
         if end > self.capacity:
             raise ValueError(
                 f"capacity={self.capacity}: {start} positions are in use and {num_new} more are"
-                " asked for. Make the cache as long as prompt and answer together."
+                " requested. Make the cache as long as prompt and answer together."
             )
         self.real_UC[:, start:end] = real_US
         self.length = end

@@ -45,7 +45,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt that asks for the answer to the last message.
+        """Return the prompt that requests the answer to the last message.
 
         Args:
             messages: each with a `role`, such as user or system, and its `content`.

@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json strictly: every key is read, ignored on purpose, or an error.
 
 A model's `from_hf` creates a `ConfigReader`, asks it for each key by name and type, and calls
-`finish()`, which raises for whatever nobody asked for. A misspelt key never loads as a default.
+`finish()`, which raises for whatever nobody requested. A misspelt key never loads as a default.
 """
 
 import difflib
@@ -105,7 +105,7 @@ def _finite_float(text: str) -> float:
 
 
 class ConfigReader:
-    """Hand out the keys of one mapping and remember which were asked for."""
+    """Hand out the keys of one mapping and remember which were requested."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         if not isinstance(values, Mapping):

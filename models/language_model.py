@@ -118,7 +118,7 @@ class Prompting:
     def encode_chat(
         self, messages: str | Sequence[Message], system: str | None = None
     ) -> list[int]:
-        """Return the token ids that ask for the answer to a message or to the last of several.
+        """Return the token ids that request the answer to a message or to the last of several.
 
         Args:
             messages: what a user says, or each with its `role` and `content`.

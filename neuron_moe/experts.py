@@ -213,7 +213,7 @@ class RoutedExperts(PlannedModule):
         weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
         cuda: as MXFP4 codes, on the same condition.
         The Parameters stay, with one NaN for all numbers: writing to them raises until
-        `unpack_weights`, asking for their gradient too (inputs have one, on torch), and no graph is
+        `unpack_weights`, requesting their gradient too (inputs have one, on torch), and no graph is
         captured. The state dict is unchanged; loading one unpacks, as does giving a weight other
         `data`. Call it again after a change of the weights.
 

@@ -56,9 +56,9 @@ from neuron_moe.weights.checks import before_load
 
 
 class MoEOutput(NamedTuple):
-    """What `MoE.forward` returns: a tuple of what was asked for, in this order, as NxD's is.
+    """What `MoE.forward` returns: a tuple of what was requested, in this order, as NxD's is.
 
-    Every field is an attribute too; one that was not asked for is None and no item of the tuple.
+    Every field is an attribute too; one that was not requested is None and no item of the tuple.
 
     Attributes:
         output: the shape and dtype of the input.
@@ -130,7 +130,7 @@ class MoE(PlannedModule):
         owed_losses: their sums that `auxiliary_loss` has still to take.
         adds_input: the input, before its norm, is added to the output, see `take_frame`.
         must_load: a state dict that lacks a weight is refused also with strict=False.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
         moe_fused_tkg: None; fused decode is one plan of this layer.
         shuffle_permutation: None; the exchange of tokens keeps its own.
 
@@ -279,7 +279,7 @@ class MoE(PlannedModule):
         without gradient, are in `losses`.
 
         Raises:
-            ValueError: the loss of sequences is asked for where tokens are of no sequence.
+            ValueError: the loss of sequences is requested where tokens are of no sequence.
         """
         is_mixed = self.shuffle is not None or self.sequence_axis == 0
         if weights is not None and weights.sequence and is_mixed:
@@ -351,7 +351,7 @@ class MoE(PlannedModule):
         index_TK: Tensor | None,
         residual: Tensor | None,
     ) -> MoEOutput:
-        """Return the tuple of what was asked for."""
+        """Return the tuple of what was requested."""
         fields = {"output": output}
         if self.return_router_logits and logits_TE is not None:
             fields["router_logits"] = logits_TE

@@ -61,7 +61,7 @@ class FusedOutput(NamedTuple):
     Attributes:
         output_TH: a partial sum of this rank, in float32 or rounded; with the residual if
             `adds_input`.
-        index_TK: int32 experts of the model, if the layer asked for them.
+        index_TK: int32 experts of the model, if the layer requested them.
     """
 
     output_TH: Tensor
@@ -126,7 +126,7 @@ class LayerParts:
         needs_quantized: plain expert weights are refused in decode.
         adds_input: the residual stream comes in and goes out, and no sum over ranks comes after
             the launch.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
         forms: where forms of the weights are kept.
     """
 
@@ -159,7 +159,7 @@ class LayerParts:
         return self.forms.get(f"{name} of {held}", make)
 
     def workload(self, step: Step) -> Workload:
-        """Return the sizes that decide how a step is computed, at the block size asked for."""
+        """Return the sizes that decide how a step is computed, at the block size requested."""
         return Workload(
             step.phase,
             step.tokens,
@@ -269,7 +269,7 @@ class Plan(ABC):
 
 
 def kept_note(tuning: Tuning) -> tuple[str, ...]:
-    """Return what training keeps of the experts, if that was asked for."""
+    """Return what training keeps of the experts, if that was requested."""
     if tuning.save_percent is None:
         return ()
     return (f"training keeps {tuning.save_percent} % of the first projections' results",)

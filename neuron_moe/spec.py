@@ -365,7 +365,7 @@ class Tuning:
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
     """
 
     block_size: int | None = None

@@ -28,7 +28,7 @@ class Described(Exception):
     """
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__("asked for what a command takes")
+        super().__init__("help was requested")
         self.parser = parser
 
 

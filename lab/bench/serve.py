@@ -4,7 +4,7 @@
 
 Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
 vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so
-that load from outside hits them alike. Each client asks for one answer after the other; rates are
+that load from outside hits them alike. Each client requests one answer after the other; rates are
 answer tokens a second of all clients together. At the end it tells the peak memory of both. Without
 --model it is a random Qwen3-MoE of 1.2 GB.
 """

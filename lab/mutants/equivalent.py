@@ -351,7 +351,7 @@ EQUIVALENT = (
         "nki_sim/isa/_instruction.py",
         "core.dynamic_operands = 1",
         "core.dynamic_operands = 2",
-        "only whether there are any is asked for",
+        "only whether there are any is requested",
     ),
     Equivalent(
         "neuron_moe/backends/chosen_experts.py",
@@ -411,7 +411,7 @@ EQUIVALENT = (
         "neuron_moe/weights/linear.py",
         "like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.device))",
         "like = fn(torch.empty(1, dtype=self.weight.dtype, device=self.device))",
-        "only its type and device are asked for",
+        "only its type and device are requested",
     ),
     Equivalent(
         "nki_sim/machine/memory.py",

@@ -8,7 +8,7 @@ for matrices [out, in] and -2 for [in, out].
 e4m3 stays within 240, the range of Trainium 2, which every reader of e4m3 understands. Scales that
 are made here are powers of two: codes times scale is then exact in bfloat16, and encoding what was
 decoded changes nothing. A `scale` that the weights came with is kept where it fits, so that codes
-stay what they were, or become half of it where 240 asks for that.
+stay what they were, or become half of it where 240 requires that.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""A strict reader of safetensors files that never holds more than the part asked for.
+"""A strict reader of safetensors files that never holds more than the part requested.
 
 The format: eight bytes, little endian, give the length of a JSON header; the header gives dtype,
 shape and byte range of each tensor; the data follows without gaps.

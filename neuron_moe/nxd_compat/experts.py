@@ -132,7 +132,7 @@ class ExpertMLPsV2(RoutedExperts):
         )
         self.config = config
         if self.is_traced:
-            self.check_even()  # else replicas would fill up, a placement that nobody asked for
+            self.check_even()  # else replicas would fill up, a placement that nobody requested
             _refuse_untraceable(self)
         self.routed_experts_mlp_config = config
         self.blockwise_matmul_config = tuning

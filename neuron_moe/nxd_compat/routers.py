@@ -19,7 +19,7 @@ class NxdRouter(Router):
         sequence_dimension: axis that sequence parallelism splits.
         tensor_model_parallel_group: ranks that share the sequence.
         store_transposed_weights: NxD keeps a second weight for its decode kernel; here nothing.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
     """
 
     sequence_parallel_enabled: bool = False

@@ -43,7 +43,7 @@ class SharedExperts(shared_experts.SharedExperts):
 
     Attributes:
         presharded: as of `ExpertMLPsV2`.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
     """
 
     presharded: bool | None = None

@@ -41,7 +41,7 @@ class ExponentSpread:
     """How far the group exponents of a weight lie apart, and whether an fp8 format spans them.
 
     Args:
-        fmt: the fp8 format asked for.
+        fmt: the fp8 format requested.
         limit: the widest spread the format holds exactly.
         widest: the widest spread found in a scope.
         num_scopes: channels or experts in the weight.

@@ -111,7 +111,7 @@ class ExpertLinear(nn.Module):
 
         Args:
             packed: the form.
-            is_trained: whether the Parameter says that it has a gradient, as it did; asking for one
+            is_trained: whether the Parameter says that it has a gradient, as it did; requesting one
                 is an error then. Else it says that it has none.
         """
         self.packed = packed

@@ -103,7 +103,7 @@ class Allocator(Program):
             self.machine.allocations[alloc.trace_id] = alloc
 
     def _track(self, alloc: Allocation) -> None:
-        """Do not keep a mask of a big tensor in HBM that nobody asks for."""
+        """Do not keep a mask of a big tensor in HBM that nobody requests."""
         if self.options.uninitialized == "off":
             alloc.defined.full = True
             alloc.pending = functools.partial(_fill, alloc, self.options.fill)

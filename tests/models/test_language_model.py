@@ -160,7 +160,7 @@ def test_commands_take_an_id_and_talk(
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """What of the hub's interface a download asks for, over the files of a folder."""
+    """What of the hub's interface a download requests, over the files of a folder."""
 
     def __init__(self, *request: object, folder: Path) -> None:
         self.folder = folder

@@ -424,7 +424,7 @@ def test_experts_that_fit_on_chip_are_not_laid_out_for_prefill() -> None:
         dtype=torch.bfloat16,
         backend="nki",
     )
-    with pytest.raises(ValueError, match="for_prefill=True: the plan asked for"):
+    with pytest.raises(ValueError, match="for_prefill=True: the plan requested"):
         tuned.pack_weights(for_prefill=True)
 
 

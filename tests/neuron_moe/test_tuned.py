@@ -112,8 +112,8 @@ def test_a_decode_mode_that_is_asked_for_runs_and_is_told(mode: str) -> None:
     for tokens in (1, 16):
         told = layer(BlockwiseMatmulConfig(decode_mode=mode)).explain("decode", tokens)
         assert told.path == mode == told.chosen["mode"]
-        assert f"decode_mode={mode!r} was asked for" in told.decision.reasons[-1] or (
-            f"decode_mode={mode!r} was asked for" in told.decision.reasons[0]
+        assert f"decode_mode={mode!r} was requested" in told.decision.reasons[-1] or (
+            f"decode_mode={mode!r} was requested" in told.decision.reasons[0]
         )
         assert any(change.startswith("mode: decode_mode=") for change in told.changes)
 

@@ -114,4 +114,4 @@ def test_the_page_about_tuning_tells_why_a_mode_runs_and_how_to_have_another(
     assert cli.main(first) == 0
     assert "because  cost model" in capsys.readouterr().out
     assert cli.main(second) == 0
-    assert "decode_mode='all_experts' was asked for" in capsys.readouterr().out
+    assert "decode_mode='all_experts' was requested" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def running(serve: Serve) -> ServeCommand:
 
 
 def assert_tokens_are_our_own(running: ServeCommand, folder: Path) -> None:
-    """Ask for all prompts twice, eight at once; the second time prefixes are in the cache."""
+    """Request all prompts twice, eight at once; the second time prefixes are in the cache."""
     prompts, expected = asked(folder)
     with ThreadPoolExecutor(8) as pool:
         for _ in range(2):

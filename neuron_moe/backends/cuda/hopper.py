@@ -95,7 +95,7 @@ def _load_stage(
     depth,
     P: gl.constexpr,
 ):
-    """Ask for the operands of a step that TMA loads."""
+    """Issue the TMA loads of the operands of a step."""
     bar = filled.index(stage)
     mbarrier.expect(bar, P.loaded_bytes)
     if P.sums_rows:

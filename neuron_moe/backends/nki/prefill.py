@@ -384,7 +384,7 @@ def _fitting_config(plan: PrefillPlan, work: PrefillWork, request: PlanRequest) 
 
 
 def _request(plan: PrefillPlan) -> PlanRequest:
-    """Return the plan that was asked for or tuned, or the cost model's."""
+    """Return the plan that was requested or tuned, or the cost model's."""
     parts, tuning = plan.parts, plan.parts.tuning
     tuned = tuning.tuned.for_prefill(plan.step.tokens)
     if tuned is not None:
@@ -570,12 +570,12 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
     """Return experts by the parts in which blockwise_moe loads them; None if it loads them whole.
 
     Raises:
-        ValueError: a plan was asked for that reads plain weights.
+        ValueError: a plan was requested that reads plain weights.
     """
     tuning, weights = parts.tuning, parts.weights
     if tuning.shard_plan != "auto":
         raise ValueError(
-            f"for_prefill=True: the plan asked for ({tuning}) reads plain weights. Leave the"
+            f"for_prefill=True: the plan requested ({tuning}) reads plain weights. Leave the"
             " use_* switches of BlockwiseMatmulConfig False."
         )
     check_weights(weights)

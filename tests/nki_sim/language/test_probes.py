@@ -124,7 +124,7 @@ RUNS = {
         [[4, 2, 5, 2]],
     ),
     "set-and-membership": Probe(
-        "any container may be asked for membership at trace time",
+        "any container may be tested for membership at trace time",
         "t = load(x)\nif x.shape[1] in {4, 8}:\n    bump(t)\nreturn save(t)",
         [[4, 2, 5, 2]],
     ),

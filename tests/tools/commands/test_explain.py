@@ -35,7 +35,7 @@ def test_decode_names_its_mode_and_the_other_one(capsys: pytest.CaptureFixture[s
     assert not any(line.startswith("  padding") for line in text.splitlines())
     _, changed = run(capsys, *args, "--decode-mode", other)
     assert changed["path"] == changed["plan"]["mode"] == other
-    assert any("was asked for" in reason for reason in changed["reasons"])
+    assert any("was requested" in reason for reason in changed["reasons"])
 
 
 def test_torch_has_no_kernels_to_plan(capsys: pytest.CaptureFixture[str]) -> None:
