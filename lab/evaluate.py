@@ -214,7 +214,7 @@ def _draw_sizes(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> N
     bins = np.geomspace(1e-10, 1e-2, 41).tolist()
     for number, (name, values) in enumerate(differences.items()):
         sizes = np.clip(np.abs(values), bins[0], bins[-1])
-        # Lines may lie on each other: the first ones are drawn wider.
+        # Lines may be on each other: the first ones are drawn wider.
         axes.hist(
             sizes,
             bins=bins,

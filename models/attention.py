@@ -70,7 +70,7 @@ class CacheView(NamedTuple):
         mask_USC: [U, S, C] bool, True where a token sees a position.
         tensors: [U, heads, C, size] each, what the layer keeps, written in place; empty attends to
             the new tokens alone, and C = S.
-        positions_S: [S] int64, where the new tokens lie among the C positions.
+        positions_S: [S] int64, where the new tokens are among the C positions.
     """
 
     mask_USC: Tensor

@@ -476,7 +476,7 @@ class DecoderModel(nn.Module):
 
         Args:
             input_ids_T: [T] integer token ids of any number of sequences.
-            places_T: [T] int64, where each token lies in its own sequence.
+            places_T: [T] int64, where each token is in its own sequence.
             phase: 'prefill' or 'decode', which chooses the path of the experts.
             real_T: [T] bool, False at padding, which goes to no expert; None: all are real.
             views: what the core of each layer gets as its view; None for cores that need none.

@@ -219,7 +219,7 @@ class GatedDeltaNet(DeltaLayer):
         eps: of the norm.
         dtype: of the parameters.
         is_fused: the inputs' projections are two, `in_proj_qkvz` and `in_proj_ba`, whose outputs
-            lie together by key head, as in Qwen3-Next.
+            are together by key head, as in Qwen3-Next.
 
     Attributes:
         sizes: of this rank's part.

@@ -46,7 +46,7 @@ class Attention(GroupedAttention):
         self.has_values = kind == SLIDING or not config.attention_k_eq_v
         if not self.has_values:
             del self.v_proj
-        # Tables of both kinds lie behind each other.
+        # Tables of both kinds are behind each other.
         half, other = config.head_dim // 2, config.full_head_dim // 2
         self.columns = slice(half) if kind == SLIDING else slice(half, half + other)
 

@@ -60,7 +60,7 @@ def load(
     """Load a checkpoint, ready to answer.
 
     Args:
-        model: its folder, an id of Hugging Face such as "openai/gpt-oss-20b" whose files lie in
+        model: its folder, an id of Hugging Face such as "openai/gpt-oss-20b" whose files are in
             the hub's cache, or "tiny_gpt_oss", which is shipped.
         download: fetch an id that the cache does not hold.
         dtype: of the weights: torch.bfloat16, float32 or float16.

@@ -22,7 +22,7 @@ from neuron_moe.models.hf_config import ConfigReader
 # The base grows with a sequence that is longer than the context.
 DYNAMIC = "dynamic"
 KINDS = ("default", "linear", DYNAMIC, "yarn", "llama3")
-# Of Gemma 4 alone, whose reader requests it: what is rotated lies in both halves of a head.
+# Of Gemma 4 alone, whose reader requests it: what is rotated is in both halves of a head.
 PROPORTIONAL = "proportional"
 # Of Phi-3.5-MoE alone, whose reader requests it, up to the original context.
 LONGROPE = "longrope"

@@ -85,7 +85,7 @@ class RouterSpec:
         table_size: V, if a table [V, K] of token ids chooses the experts, which scores weigh
             (DeepSeek-V4's first layers); 0 if scores choose.
         mixer_jitter: e, if two experts are chosen and weighed by sparsemixer (Phi-3.5): each by a
-            softmax over what is left and lies no more than a share of 2 e below the highest
+            softmax over what is left and is no more than a share of 2 e below the highest
             logit; None if not.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model as one graph of torch.compile: what lies around attention and experts is joined.
+"""A model as one graph of torch.compile: what is around attention and experts is joined.
 
 Attention is vLLM's operator already, and so are dense projections where it computes them. Experts,
 recurrences, attention to entries and projections in a form of our own become operators that a graph

@@ -48,7 +48,7 @@ class StatePages(MambaBase):  # type: ignore[misc]
     """Pages of states, of which a sequence has one; every rank keeps them whole.
 
     To vLLM a page is so many bytes. It holds the states in turn, the last first: that is the one
-    of float32, so that each lies at a multiple of its numbers' size.
+    of float32, so that each is at a multiple of its numbers' size.
 
     Args:
         shapes: of the states.

@@ -85,7 +85,7 @@ def load(entry: str) -> Any:
     """Return the module of an entry.
 
     Args:
-        entry: below `neuron_moe.tools`, or of `lab`, which lies beside the package in a checkout.
+        entry: below `neuron_moe.tools`, or of `lab`, which is beside the package in a checkout.
 
     Raises:
         ValueError: one of `lab`, and there is no checkout.

@@ -51,7 +51,7 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
 def read_model(
     name: Path | str, *, download: bool = False
 ) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Return config.json and, where weights lie beside it, the checkpoint.
+    """Return config.json and, where weights are beside it, the checkpoint.
 
     Args:
         name: a checkpoint as `find_checkpoint` knows them, a config.json, or any name of a shipped

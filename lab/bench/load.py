@@ -56,7 +56,7 @@ _POOL_VALUES = 1 << 24
 
 
 class TouchedPages:
-    """The pages of files in which something lies that was requested."""
+    """The pages of files that hold what was requested."""
 
     def __init__(self) -> None:
         self._starts_minus_ends: dict[Path, np.ndarray] = {}
@@ -86,7 +86,7 @@ class TouchedPages:
 
 @dataclass(frozen=True)
 class CountedCheckpoint(Checkpoint):
-    """A checkpoint that counts the bytes copied out of its files, and the pages they lie in."""
+    """A checkpoint that counts the bytes copied out of its files, and the pages they are in."""
 
     counts: list[int] = field(default_factory=list)
     pages: TouchedPages = field(default_factory=TouchedPages)

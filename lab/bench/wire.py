@@ -151,7 +151,7 @@ def draw_wire(results: list[Measurement], ranks: int, tokens: int, path: Path) -
         degrees = [r.ep for r in rows]
         formula = [r.formula_bytes / 2**20 for r in rows]
         counted = [r.counted_bytes / 2**20 for r in rows]
-        # Ways with the same bytes lie on each other: the first ones are drawn wider.
+        # Ways with the same bytes are on each other: the first ones are drawn wider.
         width = len(_COLOURS) - number
         axes.plot(degrees, formula, "-", color=colour, linewidth=1.2 * width, alpha=0.8)
         axes.plot(

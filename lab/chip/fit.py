@@ -207,7 +207,7 @@ class _Problem:
         """Return how far a factor can go one way until times or the assumption speak against it.
 
         0 if they do at the first step; then slopes tell. What other bounds hide can go far: the
-        best value may lie at the end of what is hidden, and the truth at the other one.
+        best value may be at the end of what is hidden, and the truth at the other one.
         """
         steps = [step for step in _LINE if step > 0.0]
         for step in itertools.chain(steps, itertools.count(steps[-1] + _FAR, _FAR)):

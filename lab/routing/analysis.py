@@ -179,7 +179,7 @@ class RankBalance:
         packed: placed by load, without replicas.
         replicated: placed by load with replicas.
         replicas: how many, about an eighth of the experts.
-        ranks_a_token: ranks on which the experts of a token lie, mean, equal runs.
+        ranks_a_token: ranks on which the experts of a token are, mean, equal runs.
     """
 
     ranks: int

@@ -281,7 +281,7 @@ def multiply(
     """Return rows [n, in] times the matrices of their experts, [n, out], in one of the forms.
 
     Matrices that are kept packed alone are multiplied packed whatever the form. Compiled products
-    are float32, and lie in `place_nk` if there is one; others have the dtype of the rows.
+    are float32, and are in `place_nk` if there is one; others have the dtype of the rows.
     """
     if form == COMPILED and _is_compiled(rows_nk, matrices):
         operands = (rows_nk, matrices.plain_Ekn, matrices.bias_En, *run)

@@ -2,7 +2,7 @@
 
 An encoding works on a matrix, or on the matrices of some experts, and says beforehand which tensors
 of which shapes come of it, so that files can be laid out before the first weight is read. Rows and
-columns lie as the checkpoint has them, so what an output channel is must be told: `in_axis` is -1
+columns are as the checkpoint has them, so what an output channel is must be given: `in_axis` is -1
 for matrices [out, in] and -2 for [in, out].
 
 e4m3 stays within 240, the range of Trainium 2, which every reader of e4m3 understands. Scales that
@@ -42,7 +42,7 @@ class StoredShape:
     Args:
         dtype: of its elements.
         shape: its axes.
-        rows: how many rows of the matrix lie in one row of it.
+        rows: how many rows of the matrix are stored in one row of it.
     """
 
     dtype: torch.dtype

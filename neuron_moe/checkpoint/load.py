@@ -194,7 +194,7 @@ def match_parameters(
         held = tuple(len(indices) for indices in selection)
         wanted = parameters[assignment.target]
         if not is_within(selection, shape):
-            problems.add("shard", f"{assignment.target}: the shard must lie within {list(shape)}")
+            problems.add("shard", f"{assignment.target}: the shard must be within {list(shape)}")
         elif held != tuple(wanted.shape):
             problems.add("shape", f"{_describe(assignment, held)} must be {list(wanted.shape)}")
         is_float = assignment.source.dtype.is_floating_point

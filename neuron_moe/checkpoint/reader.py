@@ -52,7 +52,7 @@ _CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies, without its data.
+    """Where a tensor is, without its data.
 
     Args:
         name: its key.
@@ -378,7 +378,7 @@ def _read_rows(
 
 
 def _read_matrix(stream: FileIO, offset: int, stride: int, rows_nb: np.ndarray) -> None:
-    """Fill rows from bytes that lie `stride` apart in a file; gaps below a page are read too."""
+    """Fill rows from bytes that are `stride` apart in a file; gaps below a page are read too."""
     num_rows, row_bytes = rows_nb.shape
     if num_rows == 1 or stride == row_bytes:
         _read_exactly(stream, offset, rows_nb)

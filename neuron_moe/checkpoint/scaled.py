@@ -39,7 +39,7 @@ _LARGEST_SAFE_SCALE = 1e33  # times 57344, the largest code, is finite in float3
 class _Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype:
-        """Of what lies in the file."""
+        """Of what is in the file."""
 
     @property
     def shape(self) -> tuple[int, ...]:

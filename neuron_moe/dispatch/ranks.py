@@ -147,7 +147,7 @@ class OverRanks:
         """Apply a rule of all tokens, in their order, and return its result for the own ones."""
         joined_TK = self.join(batch, own_TK)
         everyone_TK = all_gather_rows(self.spread.gather, joined_TK, batch.lengths)
-        # Rows lie rank after rank; their order is that of the sequences.
+        # Rows are rank after rank; their order is that of the sequences.
         rows_T = torch.arange(sum(batch.lengths), device=own_TK.device)
         parts = torch.split(rows_T, list(batch.lengths))
         num_rows = self.num_rows(batch)

@@ -2,7 +2,7 @@
 
 oneDNN multiplies a few rows with a matrix it has seen before two to three times as fast as torch's
 plain matmul does,
-because the matrix lies in its own blocked layout already. `neuron-moe bench cpu` measures it. The
+because the matrix is in its own blocked layout already. `neuron-moe bench cpu` measures it. The
 packed form replaces
 the plain one (no second copy); it has no gradient.
 """

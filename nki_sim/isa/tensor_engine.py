@@ -255,7 +255,7 @@ def _check_shapes(
 
 
 def _check_bank(core: Core, result: NkiTensor) -> None:
-    """The result of one instruction lies in one PSUM bank, up to generation 3."""
+    """The result of one instruction is in one PSUM bank, up to generation 3."""
     bank = core.target.psum_bank_bytes
     box = result.geometry.box
     is_inside = box.byte_start // bank == (box.byte_end - 1) // bank

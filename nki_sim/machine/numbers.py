@@ -116,7 +116,7 @@ def watch_results(core: Any, writes: Sequence[Any], reads: Sequence[Any]) -> Non
 
 
 def _leaves(values: Array, low: float, high: float) -> bool:
-    """Whether some value lies outside of a range, or is no number."""
+    """Whether some value is outside of a range, or is no number."""
     if values.dtype == np.float32 and values.flags.c_contiguous:
         flat = values.reshape(-1)
         if low <= -high and np.dot(flat, flat) < min(high * high, _LARGE):

@@ -161,7 +161,7 @@ class Sensitivity:
         if not self.survives:
             verdict = "depends on an assumed coefficient"
         elif not self.survives_placement:
-            verdict = "survives every coefficient, depends on where tensors lie"
+            verdict = "survives every coefficient, depends on where tensors are"
         else:
             verdict = "survives every change"
         lines.append(f"{self.unaffected} more changes move neither run.")

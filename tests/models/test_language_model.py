@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill_cache(cache: Path, name: str = HUB_ID) -> Path:
-    """Put the shipped model, with a chat template, into a cache as a download would lie there."""
+    """Put the shipped model, with a chat template, into a cache as a download would be there."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / ("0" * 40)
     shutil.copytree(checkpoint_folder(TINY_NAME), snapshot, ignore=shutil.ignore_patterns("traces"))

@@ -68,7 +68,7 @@ def biased(**terms: Any) -> RouterFormula:
 
 
 def renamed(names: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return what gives theirs under our names; experts lie transposed."""
+    """Return what gives theirs under our names; experts are transposed."""
 
     def rename(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}

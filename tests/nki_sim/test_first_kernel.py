@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def page_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return the test of the page, on the kernel that lies in the folder now."""
+    """Return the test of the page, on the kernel that is in the folder now."""
 
     def run(nki_run: Any) -> None:
         monkeypatch.delitem(sys.modules, "my_kernels", raising=False)

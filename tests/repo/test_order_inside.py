@@ -1,4 +1,4 @@
-"""Inside each package: no circle of imports, and rooms that know only what lies below them."""
+"""Inside each package: no circle of imports, and rooms that know only what is below them."""
 
 from collections.abc import Iterator
 

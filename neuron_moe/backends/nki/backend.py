@@ -92,7 +92,7 @@ def _why_in_blocks(parts: LayerParts, step: Step) -> str:
     if is_asked or (tuned is not None and tuned.tokens <= DENSE_STREAM_TOKENS):
         return "blocks were requested"
     if parts.weights.prefill_copy is not None and parts.weights.decode_copy is None:
-        return "weights lie by parts for blocks, and plain for the decode kernel"
+        return "weights are stored by parts for blocks, and plain for the decode kernel"
     try:
         decode.decode_config(parts, step.rows or step.tokens)
     except ValueError as error:

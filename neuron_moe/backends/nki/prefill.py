@@ -303,7 +303,7 @@ class PrefillPlan(RoutedPlan):
         return (plan, *self._around(), format_note(parts.weights), *safe, *better, *overflow)
 
     def _around(self) -> tuple[str, ...]:
-        """Say which kernels compute what lies around the experts."""
+        """Say which kernels compute what is around the experts."""
         parts = self.parts
         around = "kernels: router_topk, index_blocks, combine around it"
         if self.given_config is not None:
@@ -529,7 +529,7 @@ def columns_of(parts: LayerParts, step: Step, config: PrefillConfig) -> int:
 
 def rank(parts: LayerParts, step: Step, *block_sizes: int) -> list[Candidate]:
     """Return the candidates of the cost model, the fastest first; their requests name the parts
-    weights lie in where they read the copy for prefill.
+    weights are in where they read the copy for prefill.
 
     Args:
         parts: of the layer.

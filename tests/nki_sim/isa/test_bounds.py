@@ -1,4 +1,4 @@
-"""Bounds that several instructions share: what lies on one is taken, what lies beyond is not."""
+"""Bounds that several instructions share: what is on one is taken, what is beyond is not."""
 
 from __future__ import annotations
 
