@@ -190,7 +190,7 @@ def draw_differences(
 
 
 def _draw_signed(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> None:
-    """Draw differences about zero; those that are zero throughout are told in words."""
+    """Draw differences about zero; those that are zero throughout are described in words."""
     widest = max(float(np.abs(values).max()) for values in differences.values()) or 1e-12
     for (name, values), colour in zip(differences.items(), _COLOURS, strict=False):
         if not values.any():

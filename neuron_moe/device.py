@@ -2,7 +2,7 @@
 
 Eager tensors have numbers that Python can read. Those of a graph that is being captured have none:
 `torch.compile` and `torch.export` say that they capture, tracers that record operations as they are
-called (torch_xla, fake tensors) do not, and are told by the tensor.
+called (torch_xla, fake tensors) do not, and are known by the tensor.
 """
 
 import torch

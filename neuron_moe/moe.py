@@ -285,7 +285,7 @@ class MoE(PlannedModule):
         if weights is not None and weights.sequence and is_mixed:
             raise ValueError(
                 f"sequence={weights.sequence:g}: this layer shuffles tokens or takes them as [S, B,"
-                " H], where sequences are not told apart. Use balance, or [B, S, H] unshuffled."
+                " H], where sequences are not distinguished. Use balance, or [B, S, H] unshuffled."
             )
         self.router_losses = weights if weights is None or any(astuple(weights)) else None
         self.losses.clear()
@@ -531,18 +531,18 @@ class MoE(PlannedModule):
             fuses_decode=self._fuses_decode,
             needs_quantized=self.tkg_config is not None and self.tkg_config.quantized,
             adds_input=self.adds_input and self._model(step).size == 1,
-            remarks=self.remarks + self._told_apart(),
+            remarks=self.remarks + self._by_torch(),
         )
 
-    def _told_apart(self) -> tuple[str, ...]:
+    def _by_torch(self) -> tuple[str, ...]:
         """Return a sentence for each part that torch computes whatever the back end."""
         spec, latent = self.router.spec, self.latent
-        told = (
+        cases = (
             (spec.why_torch, f"router: torch, which {spec.why_torch}"),
             (spec.num_identity, f"{spec.num_identity} identity experts: torch, behind the others"),
             (latent is not None, "latents of the experts: torch projects into and out of them"),
         )
-        return tuple(text for is_told, text in told if is_told)
+        return tuple(text for applies, text in cases if applies)
 
     def _model(self, step: Step) -> Collectives:
         """Return the ranks over which the output of a step is summed."""
@@ -560,7 +560,7 @@ class MoE(PlannedModule):
                 "shared experts would be laid out anew in every step of the traced graph",
             ),
             (experts.placement is not None, "experts are placed or replicated by load"),
-            (bool(self._told_apart()), "; ".join(self._told_apart())),
+            (bool(self._by_torch()), "; ".join(self._by_torch())),
             (
                 experts.spec.normalizes_affinities,
                 "affinities are normalised after routing; RouterTopK(renormalize=True) in place of"

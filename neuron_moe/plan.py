@@ -430,7 +430,7 @@ def _forget_plans(module: PlannedModule, _keys: object) -> None:
 
 
 def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
-    """Return the weights of some modules as they are; None if they cannot be told apart later."""
+    """Return the weights of some modules as they are; None if they cannot be compared later."""
     parts = [part for module in modules if module is not None for part in module.modules()]
     if any(is_traced(each[-1]) for part in parts for each in _weights_of(part)):
         return None  # what is made of them is a part of the graph, not of this process

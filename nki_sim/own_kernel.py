@@ -102,11 +102,11 @@ def _told_as_theirs(what: str, texts: Sequence[str] = ()) -> Iterator[None]:
             if frame.filename != __file__ and PACKAGE_DIR not in frame.filename
         ]
         place = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
-        told = f"{what} fails: {type(error).__name__}: {error}{place}"
+        message = f"{what} fails: {type(error).__name__}: {error}{place}"
         if texts:
             given = ", ".join(map(repr, texts))
-            told += f". Given as text: {given}; a tensor is written 128x4096:bfloat16"
-        raise ValueError(told) from error
+            message += f". Given as text: {given}; a tensor is written 128x4096:bfloat16"
+        raise ValueError(message) from error
 
 
 def read_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:

@@ -225,9 +225,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             pages, wanted = kv_caches.get(name), self._pages_of(attention)
             found = None if pages is None else [(*each.shape, each.dtype) for each in pages]
             if pages is None or found is None or not _are_pages(found, wanted):
-                told = ", ".join(map(str, wanted)).replace("None", "any")
+                allowed = ", ".join(map(str, wanted)).replace("None", "any")
                 raise ValueError(
-                    f"kv_caches[{name!r}]: {found}, must be {told}. Allocate what get_kv_spec()"
+                    f"kv_caches[{name!r}]: {found}, must be {allowed}. Allocate what get_kv_spec()"
                     " says, unpacked, and leave --kv-cache-dtype out."
                 )
             caches.append(tuple(pages))

@@ -1,4 +1,4 @@
-"""What a server may be told of our models beside its own settings, and what it must be told.
+"""What a server may be given for our models beside its own settings, and what it must be given.
 
 vLLM hands `additional_config` to models unread; ours is the part under OPTIONS_KEY.
 """

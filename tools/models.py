@@ -22,9 +22,9 @@ MODEL_HELP = (
 )
 
 
-def add_checkpoint_option(parser: Parser, told: str = CHECKPOINT_HELP) -> None:
+def add_checkpoint_option(parser: Parser, text: str = CHECKPOINT_HELP) -> None:
     """Add --model and --download, which `checkpoint_of` reads."""
-    parser.add_argument("--model", type=Path, required=True, help=told)
+    parser.add_argument("--model", type=Path, required=True, help=text)
     add_download_option(parser)
 
 

@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         rates, peaks = _rates(folder, args)
     rows = [_row(clients, each) for clients, each in rates.items()]
     _print_table(rows)
-    told = ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items())
-    print(f"peak memory: {told}, ratio {peaks[OURS] / peaks[THEIRS]:.2f}")
+    text = ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items())
+    print(f"peak memory: {text}, ratio {peaks[OURS] / peaks[THEIRS]:.2f}")
     tell_json(
         args.json,
         "bench serve",

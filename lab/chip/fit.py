@@ -159,7 +159,7 @@ class _Problem:
         return np.asarray(weighted.T @ weighted + np.diag(self._width**-2.0))
 
     def descend(self, state: _State, only: Sequence[int] = ()) -> _State:
-        """Take Gauss-Newton steps until they gain nothing; move some factors only, if told."""
+        """Take Gauss-Newton steps until they gain nothing; move some factors only, if given."""
         for _round in range(_ROUNDS):
             slopes = self.slopes(state, only)
             errors = (self._target - state.log_ns) * self._weight**2

@@ -1,4 +1,4 @@
-"""Experts that keep for the backward pass as much as they are told to, and compute the rest again.
+"""Experts that keep for the backward pass as much as is set, and compute the rest again.
 
 A forward pass keeps its inputs, which the caller has anyway, and of the first projections' results
 h those of the first `save_percent` of all rows. The backward pass goes over the experts once: with

@@ -24,7 +24,7 @@ class TokenBatch(NamedTuple):
 
     Attributes:
         hidden_TH: [t, H].
-        batch_size: B, sequences; 1 if they are not to be told apart.
+        batch_size: B, sequences; 1 if they are not to be distinguished.
         padding_mask: nonzero for real tokens, one entry for each of these tokens or for those of
             all ranks; None: all are real.
         phase: one of paths.PHASES; of parts of sequences, as long as these parts would have it.

@@ -4,7 +4,7 @@ NxD's hook adds `hidden_act_bias` to the up half of the gate and up bias, divide
 the ranks that split I, and transposes shared experts' matrices for its decode kernel. Ours computes
 the first two at run time, so such a state dict would load and be wrong.
 
-What can be told from the numbers is told: an offset of the up bias (its median is nearer to the
+What the numbers show is found: an offset of the up bias (its median is nearer to the
 offset than to zero), a transposed shape. A divided down bias alone (`hidden_act_bias=0` and more
 than one rank) looks like any other.
 

@@ -12,7 +12,7 @@ _TINY = 1e-8
 
 
 class NxdRouter(Router):
-    """A router that remembers what it was told of sequence parallelism; `MoE` compares it.
+    """A router that remembers what was set of sequence parallelism; `MoE` compares it.
 
     Attributes:
         sequence_parallel_enabled: this rank routes its own part of the sequence.

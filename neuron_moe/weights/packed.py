@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# How many rows oneDNN is told to expect; measured best for 1 to 128 rows on AMD and Intel.
+# How many rows oneDNN is to expect; measured best for 1 to 128 rows on AMD and Intel.
 _ROWS_HINT = {torch.float32: 64, torch.bfloat16: 4}
 FEWEST_ROWS = 4  # fewer rows take a slower kernel than 4 on some machines (measured): pad there
 

@@ -434,7 +434,7 @@ def accumulation(
         return True, None
     if not coverage.touches(box, walk):
         if not alloc.defined.empty and alloc.defined.touches(box, walk):
-            # Kernels that run on chips do it, with zeros: told, never refused.
+            # Kernels that run on chips do it, with zeros: reported, never refused.
             _settle(
                 core,
                 "True, or False to overwrite what another instruction put in this tensor",

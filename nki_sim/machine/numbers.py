@@ -1,7 +1,7 @@
 """Numbers that a type cannot hold: what overflows, saturates, is rounded, or is none any more.
 
 Findings, no errors: a kernel may mean it. Values are looked at where they are narrowed. The first
-NaN and what becomes infinite in float32 is told by the flags of the processor that simulates, which
+NaN and what becomes infinite in float32 show in the flags of the processor that simulates, which
 cost nothing; only an instruction that raised one is looked at.
 """
 

@@ -114,7 +114,7 @@ class PrefillPlan(RoutedPlan):
             return None
         try:
             made = self._compiled
-        except ValueError:  # told by whoever prepares the plan
+        except ValueError:  # raised again by whoever prepares the plan
             return None
         given = GivenChoices(parts.spec.top_k, _chosen_among(parts, self.step))
         out = replace(made.out, has_spoils=True)
