@@ -78,7 +78,7 @@ class CacheView(NamedTuple):
     positions_S: Tensor
 
     def extend(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Write what the new tokens bring, [U, heads, S, size] each, and return all positions."""
+        """Write what the new tokens add, [U, heads, S, size] each, and return all positions."""
         if not self.tensors:
             return new
         pairs = zip(self.tensors, new, strict=True)

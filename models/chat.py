@@ -1,6 +1,6 @@
 """Chat templates: from messages to the text that a checkpoint was taught to answer.
 
-A checkpoint brings its template as a Jinja file or inside its tokenizer's configuration. Templates
+A checkpoint holds its template as a Jinja file or inside its tokenizer's configuration. Templates
 are programs of strangers, so they run in Jinja's immutable sandbox, with the few helpers that
 published ones expect of the transformers library.
 """

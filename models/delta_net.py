@@ -71,7 +71,7 @@ class DeltaNetSizes:
 
 
 class Inputs(NamedTuple):
-    """What new tokens bring to the memory.
+    """What new tokens add to the memory.
 
     Attributes:
         mixed_USC: [U, S, C] queries, keys and values before the convolution.
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 
 State = tuple[Tensor, ...]
-"""What a layer knows of the tokens before: [U, W - 1, C] what the last ones brought to the
+"""What a layer knows of the tokens before: [U, W - 1, C] what the last ones added to the
 convolution, latest last; then the memory, [U, N, D, V] float32, where there is one."""
 
 

@@ -1,4 +1,4 @@
-"""What a caller chose for each token: experts and affinities, checked and brought into one form.
+"""What a caller chose for each token: experts and affinities, checked and put into one form.
 
 Axes: T tokens, K choices, E experts of the model.
 """

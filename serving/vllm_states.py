@@ -2,8 +2,8 @@
 
 A sequence has one page in each such layer, which holds all that the layer knows of it; of models
 whose layers all keep entries, one for all of them (`serving/vllm_entries.py`). vLLM says
-which page that is, and lines sequences up: first those that bring one token and go on, then those
-that bring several or begin.
+which page that is, and lines sequences up: first those that add one token and go on, then those
+that add several or begin.
 
 Letters: T tokens of all sequences, U sequences of one token, S tokens of one sequence.
 """

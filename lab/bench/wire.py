@@ -5,7 +5,7 @@
 Runs a layer with the hidden size, experts and choices of GPT-OSS-120B (and a narrow intermediate
 axis, which no byte depends on) over processes of this machine, for every expert-parallel degree:
 sequence-parallel replicate-and-reduce, the same with logits gathered as a naive router does,
-all-to-all, and the all-reduce of replicated tokens. Counted are the bytes that collectives bring to
+all-to-all, and the all-reduce of replicated tokens. Counted are the bytes that collectives send to
 a rank; read are those that its TCP sockets received.
 """
 

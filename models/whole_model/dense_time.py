@@ -4,7 +4,7 @@ Each part takes the longest of its engines and of its bytes (nothing else overla
 the tensor engine or their weights; attention the tensor engine, the exponentials of the scalar
 engine or its keys and values; norms the vector engine. Launches, copies between layouts and DMA
 runs are left out, so a time is a bound from below. Counts of instructions are those of tiles of
-128 x 128 by 512, each brought back from PSUM by one more.
+128 x 128 by 512, each copied from PSUM by one more.
 
 Letters: T tokens of a step, S of them of one sequence, C positions they see, Q and J query and
 key/value heads.

@@ -147,7 +147,7 @@ def _compute_part(step: _Step, part: "Run", start: int, joined: "JoinedRows") ->
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
-    """Bring the pairs into the order of their experts.
+    """Put the pairs into the order of their experts.
 
     Returns:
         The experts, and the pair number (token * K + choice) of each row; None where one token has

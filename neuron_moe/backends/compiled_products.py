@@ -29,7 +29,7 @@ from neuron_moe.weights.huge_pages import request_huge_pages
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
-_LINK = ("-shared",)  # without -fopenmp: a second OpenMP would bring threads of its own
+_LINK = ("-shared",)  # without -fopenmp: a second OpenMP would start threads of its own
 _MOST_SECONDS = 120.0
 _TILES = 32  # rows, inputs and outputs that the tiles of a processor take at once
 _FEW_ROWS = 4  # of an expert on average, below which reading is the limit and turning is a loss

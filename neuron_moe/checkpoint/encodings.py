@@ -193,7 +193,7 @@ class Fp8Blocks(Encoding):
     def encode(
         self, key: str, values: Tensor, in_axis: int, scale: Tensor | None
     ) -> dict[str, Tensor]:
-        """Keep the scale of each block where there is one, else bring the largest code to 448."""
+        """Keep the scale of each block where there is one, else scale the largest code to 448."""
         if scale is not None:
             grid = scale[..., ::BLOCK, ::BLOCK]
             spread = grid.repeat_interleave(BLOCK, -2)[..., : values.shape[-2], :]

@@ -125,7 +125,7 @@ def stream_parameters(
 ) -> Iterator[tuple[str, Selection, Tensor]]:
     """Read parameters as `read_parameters` does, in their order, and keep none of them.
 
-    Whoever brings each piece to a device before requesting the next one holds no more than a few
+    Whoever moves each piece to a device before requesting the next one holds no more than a few
     pieces, whatever the size of the model.
 
     Yields:

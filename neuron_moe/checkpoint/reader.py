@@ -342,7 +342,7 @@ def _read_window(info: TensorInfo, selection: Selection) -> Tensor:
     """Copy the smallest window that holds a selection, then take the selection.
 
     Read are the bytes of the window alone: a map of the file, or the system reading ahead, would
-    bring in twice as many where a rank takes a part of each matrix (measured).
+    read twice as many where a rank takes a part of each matrix (measured).
     """
     window = tuple(hull(indices) for indices in selection)
     part = np.empty(tuple(map(len, window)), dtype=_CARRIERS[info.dtype.itemsize])

@@ -134,7 +134,7 @@ class Staging:
             self.flush()
 
     def flush(self) -> None:
-        """Bring what was written to disk, then the journal of it."""
+        """Flush what was written to disk, then the journal of it."""
         for name in sorted(self._touched):
             _sync(self.folder / name)
         lines = (json.dumps({"unit": unit, **self.records[unit]}) for unit in self._pending)

@@ -359,7 +359,7 @@ def _refuse_untraceable(mlps: RoutedExperts) -> None:
 
 
 def _before_load(mlps: ExpertMLPsV2, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring what NxD saved into the form that is loaded, or say why not."""
+    """Put what NxD saved into the form that is loaded, or say why not."""
     problem = loading.prepare_experts(mlps, state_dict, prefix, mlps.presharded)
     problem = problem or loading.prepare_ranks(mlps, state_dict, prefix)
     if problem:

@@ -18,7 +18,7 @@ RANKS = ("spmd_rank", "spmd_rank_tkg")
 
 
 def prepare_experts(mlps: RoutedExperts, state: State, prefix: str, undo: bool | None) -> str:
-    """Bring a state dict of experts into the form that is loaded; return what is wrong, or ''.
+    """Put a state dict of experts into the form that is loaded; return what is wrong, or ''.
 
     Args:
         mlps: the experts.

@@ -122,7 +122,7 @@ class SharedExperts(shared_experts.SharedExperts):
 
 
 def _before_load(shared: SharedExperts, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring what NxD saved into the form that is loaded, or say why not."""
+    """Put what NxD saved into the form that is loaded, or say why not."""
     problem = shared._prepare(state_dict, prefix)
     if problem:
         raise WeightError(problem)

@@ -73,7 +73,7 @@ class LayerCost:
         bound: what decides the experts' time, 'tensor engine' or 'HBM'.
         path: which path the experts take.
         busiest_over_mean: rows of the busiest expert-parallel rank over the mean.
-        wire_bytes: bytes the collectives bring to a rank.
+        wire_bytes: bytes the collectives send to a rank.
     """
 
     total_us: float

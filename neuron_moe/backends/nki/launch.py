@@ -29,7 +29,7 @@ if not IS_SIMULATED:
 
 
 class Input(NamedTuple):
-    """An operand that each step brings anew.
+    """An operand that each step gives anew.
 
     Attributes:
         name: under which `run` is given it: hidden, index, affinities, is_real, or an output of an
@@ -51,7 +51,7 @@ class Launch:
         kernel: of `nki_kernels`.
         num_cores: physical cores of the logical core (LNC).
         records: what it is compiled for, by the names of its parameters.
-        operands: weights, and what a step brings, likewise; those it does not have are None or left
+        operands: weights, and what a step gives, likewise; those it does not have are None or left
             out.
         outputs: names of what it returns, under which later launches of the step read it.
     """

@@ -502,7 +502,7 @@ def _slot_scale(affinities_TK: Tensor, pair_of_slot: Tensor) -> Tensor:
 
 
 def _chosen_among(parts: LayerParts, step: Step) -> int:
-    """Return among how many experts a row chooses: of all ranks; fewer where an all-to-all brings
+    """Return among how many experts a row chooses: of all ranks; fewer where an all-to-all sends
     only rows that chose one of this rank, each of which so gets more of them.
     """
     rows = step.rows or step.tokens
@@ -533,7 +533,7 @@ def rank(parts: LayerParts, step: Step, *block_sizes: int) -> list[Candidate]:
 
     Args:
         parts: of the layer.
-        step: tokens, and rows where an all-to-all brings them.
+        step: tokens, and rows where an all-to-all sends them.
         block_sizes: those to choose from; none: those the cost model likes.
 
     Raises:

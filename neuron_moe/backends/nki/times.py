@@ -163,7 +163,7 @@ def _values(launch: Launch, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(launch: Launch, value: Input) -> Any:
-    """Return what a step brings to a launch beside choices and what it routes with."""
+    """Return what a step gives to a launch beside choices and what it routes with."""
     if value.name == "is_real":  # all are, the most work
         return np.ones(value.shape, np.int32)
     if launch.kernel is prefill_layer and value.name == "hidden":
