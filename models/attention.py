@@ -6,7 +6,7 @@ here `attend_cached`. A server that keeps keys and values in its own pages puts 
 Letters: U sequences, S new tokens of each, C cached positions, Q query heads, J key/value heads,
 G = Q / J, D head size. A position is a column of the left-padded batch: all sequences write the
 same positions, so decode needs no index per sequence. A token's place is counted within its own
-sequence; rotary embedding turns by it.
+sequence; rotary embedding rotates by it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

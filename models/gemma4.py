@@ -62,7 +62,7 @@ class Attention(GroupedAttention):
         unit = unit_rms(value.view(*value.shape[:-1], -1, self.head_dim), self.eps)
         return query, key, unit.flatten(-2).to(value.dtype)
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotate(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places."""
         cos, sin = (table[..., self.columns] for table in tokens.rope)
         return apply_rope(query_USQD, cos, sin), apply_rope(key_USJD, cos, sin)

@@ -32,7 +32,7 @@ _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenm
 _LINK = ("-shared",)  # without -fopenmp: a second OpenMP would start threads of its own
 _MOST_SECONDS = 120.0
 _TILES = 32  # rows, inputs and outputs that the tiles of a processor take at once
-_FEW_ROWS = 4  # of an expert on average, below which reading is the limit and turning is a loss
+_FEW_ROWS = 4  # of an expert on average, below which reading is the limit and transposing costs
 _LOG = logging.getLogger(__name__)
 
 

@@ -32,7 +32,7 @@ OWN_SIZES = {
             *("granitemoehybrid", "lfm2_moe"),
         )
     },
-    "deepseek_v3": {"qk_nope_head_dim": 24},  # with the turned part it is 32
+    "deepseek_v3": {"qk_nope_head_dim": 24},  # with the rotated part it is 32
     "kimi_linear": {"qk_nope_head_dim": 24},
     "kimi_k3": {"qk_nope_head_dim": 24},
     "bailing_hybrid": {"qk_nope_head_dim": 24},
