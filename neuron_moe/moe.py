@@ -318,7 +318,7 @@ class MoE(PlannedModule):
         )
         phase = "speculation" if is_speculative_decoding else phase
         batch = self._batch(hidden_states, padding_mask, phase)
-        if self.router.spec.table_size and token_ids is not None:
+        if token_ids is not None and self.router.spec.table_size:
             batch = batch._replace(token_ids=token_ids.reshape(-1))
         dispatch = self.dispatch(batch.phase, batch.is_sequence_part)
         batch = dispatch.tokens(batch, self._settings)
@@ -646,6 +646,8 @@ class MoE(PlannedModule):
 
 def _epsilon(norm: nn.Module | None) -> float | None:
     """Return the epsilon of a norm under either of its names."""
+    if norm is None:
+        return None
     found: float | None = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
     return found
 
