@@ -27,10 +27,10 @@ from typing import Any, Final
 
 import nki_kernels
 import nki_sim
+from lab.check.chip_cases import SMALL
 from lab.check.kernel_cases.decode_models import decode_model_cases
 from lab.check.kernel_cases.models import LAYERS, model_cases
 from lab.check.kernels import NO_LIMITS, run_case, sample
-from lab.chip.cases import SMALL
 from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
 from neuron_moe.configs import config_names

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import lab
+from lab.check.chip_cases import CASES, FULL, SMALL
 from lab.chip.bugs import FOLDER, wedged_file
-from lab.chip.cases import CASES, FULL, SMALL
 from lab.chip.devices import WITH_BUGS, bugs_of, find_device
 from lab.chip.duration import check_sum
 from lab.chip.open_features.listing import ALIVE, OPEN_FEATURES

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import nki_sim
+from lab.check.chip_cases import CASES, FULL, SMALL
 from lab.check.launcher import simulate
 from lab.chip import check, worker
-from lab.chip.cases import CASES, FULL, SMALL
 from lab.chip.duration import _kernels_of, check_sum
 from lab.chip.fallbacks import with_changes
 from lab.chip.held_out import jobs_of

@@ -9,7 +9,7 @@ import pytest
 
 from lab.bench import menu as bench
 from neuron_moe.configs import config_names
-from neuron_moe.tools.commands.completion import script
+from neuron_moe.tools.completion import script
 from neuron_moe.tools.subcommands import MENU
 
 pytestmark = pytest.mark.long  # every command is imported
