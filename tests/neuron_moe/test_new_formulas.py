@@ -284,14 +284,14 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
         found = ours(tokens.bfloat16(), token_ids=each)[0].double()
         truth = expected[:, : tokens.shape[1]].double()
         assert (found - truth).norm() < 2e-2 * truth.norm()
-    told = str(ours.explain("decode", 2))
+    shown = str(ours.explain("decode", 2))
     for part, is_there in (
         ("a table of token ids", layer.spec.get("table_size")),
         ("identity experts", layer.spec.get("num_identity")),
         ("router: torch, which computes sparsemixer", layer.spec.get("mixer_jitter")),
         ("latents", layer.latent),
     ):
-        assert (part in told) == bool(is_there)
+        assert (part in shown) == bool(is_there)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def test_the_kernel_is_right_and_the_mistake_is_told(
     page_test(nki_run)
     wrong = re.sub(r" +nisa\.tensor_reduce.*\n", "", KERNEL)
     (folder / "my_kernels.py").write_text(wrong)
-    told = r"my_kernels\.py:14: activation_reduce: bias"
-    with pytest.raises(nki_sim.UninitializedRead, match=told):
+    shown = r"my_kernels\.py:14: activation_reduce: bias"
+    with pytest.raises(nki_sim.UninitializedRead, match=shown):
         page_test(nki_run)
 
 

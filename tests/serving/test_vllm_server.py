@@ -152,7 +152,7 @@ class Counts(NamedTuple):
 
 
 def _settled_counts(running: ServeCommand) -> Counts:
-    """Return the counters of an idle server when they stand still; load is told once a second."""
+    """Return the counters of an idle server when they stand still; load is shown once a second."""
     looks: list[Counts] = []
 
     def look() -> bool:
