@@ -71,19 +71,19 @@ def check_shared(shared: SharedExperts, state: State, prefix: str) -> str:
     )
 
 
-def undo_shared(shared: SharedExperts, state: State, prefix: str, *, was_asked_for: bool) -> None:
+def undo_shared(shared: SharedExperts, state: State, prefix: str, *, was_requested: bool) -> None:
     """Turn back in place what NxD's hook has transposed.
 
     Args:
         shared: the module.
         state: of the model.
         prefix: of the module.
-        was_asked_for: transpose_weights of the module; decides where H equals I.
+        was_requested: transpose_weights of the module; decides where H equals I.
     """
     for name in _matrices(shared):
         given = state.get(prefix + name)
         is_square = isinstance(given, Tensor) and given.shape == given.shape[::-1]
-        if _is_transposed(shared, state, prefix, name) or (is_square and was_asked_for):
+        if _is_transposed(shared, state, prefix, name) or (is_square and was_requested):
             state[prefix + name] = state[prefix + name].t().contiguous()
 
 
