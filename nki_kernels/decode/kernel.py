@@ -94,6 +94,7 @@ def decode_moe(
     index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config, core)
+    # Behind the index: the list of experts does not need them.
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
     finish(config, sums, core, Ending(output, []))
@@ -145,6 +146,7 @@ def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.Nk
 
 def start_sums(sums: SumBuffers) -> None:
     """Set y to zero."""
+    # GpSimd has time: Vector and Scalar copy tokens or choose experts.
     nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
 
 

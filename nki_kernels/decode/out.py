@@ -100,6 +100,8 @@ def _out_turn(config: DecodeConfig, group: Group, place: int) -> int:
     banks = accumulator_banks(config)
     if not holds_expert(config):
         return group.item * banks + place
+    # Two experts alternate where there is room: the products of one do not wait for the sums of
+    # the other.
     return (group.ring * banks if 2 * banks <= out_banks(config) else 0) + place
 
 

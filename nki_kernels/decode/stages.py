@@ -93,6 +93,7 @@ def load_in(
         load_matrix(b.down_scale[buffer], scale, config.h_axis, 0, 1, [1, 1], 1)
     elif config.weights.down_scale == "expert":
         scale = _entry(x.down_scale, expert)
+        # One number, read onto all partitions.
         load_pattern(b.down_scale[buffer], scale, [[0, PARTITIONS], [1, 1]], 0)
 
 
@@ -210,6 +211,7 @@ def spread_column(
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if loads_bias(config):
+        # A bias is added by a matmul of one row, bias times what the tokens take of the expert.
         nisa.tensor_scalar(
             dst=b.column_row[ring],
             data=column_ps[0 : bias_partitions(config), 0 : config.T],
@@ -383,6 +385,7 @@ def _activate(
     turn = (chunk * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
+        # Scaled tokens would be another x^T for each expert; their products are scaled instead.
         _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
         _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
