@@ -328,7 +328,7 @@ def _cut(source: LazyTensor, target: Target, name: str) -> Iterator[tuple[Select
 
 
 def _plan(directory: Path, options: ConversionOptions) -> dict[str, Any]:
-    """Return what tells one conversion from another: the files that are read, and the options."""
+    """Return what distinguishes conversions: the files that are read, and the options."""
     files = sorted([directory / CONFIG_FILE, *directory.glob("*.safetensors*")])
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return {"version": 1, "source": facts, "options": asdict(options)}

@@ -59,7 +59,7 @@ class Target(Protocol):
         """Return the `quantization_config` of config.json; None without one."""
 
     def indices(self) -> dict[str, str]:
-        """Return the files that tell where tensors are, by name."""
+        """Return the files that say where tensors are, by name."""
 
 
 def is_expert_matrix(name: str, shape: Sequence[int]) -> bool:

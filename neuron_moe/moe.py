@@ -309,7 +309,7 @@ class MoE(PlannedModule):
                 others get no routed expert. With sequence parallelism the own part or all of it.
             is_speculative_decoding: S > 1 tokens of a verification window, dispatched like decode.
             residual: [B, S, H] added to the input first; the sum is returned as the last field.
-            phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
+            phase: 'decode' says to a sequence parallel layer: these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
             token_ids: [B, S], in the order of hidden_states, for a router with a table of them.
         """
@@ -599,7 +599,7 @@ class MoE(PlannedModule):
         }
 
     def weights_changed(self) -> None:
-        """Tell that weights were changed through `.data`; see `RoutedExperts.weights_changed`."""
+        """Say that weights were changed through `.data`; see `RoutedExperts.weights_changed`."""
         self._plans.clear()
         self.expert_mlps.weights_changed()
 

@@ -1,4 +1,4 @@
-"""How every command reads its arguments and tells about itself: one screen, with an example."""
+"""How every command reads its arguments and describes itself: one screen, with an example."""
 
 from __future__ import annotations
 

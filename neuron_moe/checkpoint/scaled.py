@@ -11,7 +11,7 @@ What publishers write for a weight `X.weight` of a linear layer, [out, in]:
 
 Grids are rounded up. Scales are floats, or e8m0, powers of two in a byte. `weight_scale_inv`
 multiplies too, whatever its name says. Experts in one tensor for all, such as
-`experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The dtypes tell which form it
+`experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The dtypes show which form it
 is; the form of GPT-OSS has names of its own in the model's map.
 Sources: deepseek-ai/DeepSeek-V3, `README_WEIGHTS.md`; vllm-project/compressed-tensors.
 """

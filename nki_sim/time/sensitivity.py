@@ -1,7 +1,7 @@
 """Does a conclusion hang on a guess?
 
 Some coefficients of the timeline are assumptions, because nothing public says better. `compare(a,
-b)` plays two runs again with each of them halved and doubled, and tells whether the faster one
+b)` plays two runs again with each of them halved and doubled, and says whether the faster one
 stays the faster one. Coefficients err together, too: `GROUPS` names those that would, measured ones
 among them; `alone_ns` scales each group.
 """

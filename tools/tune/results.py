@@ -1,4 +1,4 @@
-"""What tune tells, as a table and as JSON."""
+"""What tune shows, as a table and as JSON."""
 
 from __future__ import annotations
 
