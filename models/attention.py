@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.device import is_captured
 from neuron_moe.errors import check_positive_int
 
 # Attention logits held at once (64 MiB in float32); longer prompts go in chunks of queries.
@@ -335,7 +336,7 @@ def _attend_fused(
 def _parts_of(mask_USC: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield runs of queries, and the run of keys that they see: all of both in a graph."""
     num_queries, num_keys = mask_USC.shape[1:]
-    if num_queries <= _FUSED_QUERIES or torch.compiler.is_compiling():
+    if num_queries <= _FUSED_QUERIES or is_captured():
         yield slice(num_queries), slice(num_keys)
         return
     for first in range(0, num_queries, _FUSED_QUERIES):

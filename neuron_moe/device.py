@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+# Whether torch.compile or torch.export captures what runs, and whether it does so from bytecode, as
+# only non-strict export does not. These are torch's functions, which Dynamo takes for constants.
+is_captured = torch.compiler.is_compiling
+is_captured_by_dynamo = torch.compiler.is_dynamo_compiling
+
 
 def is_traced(x: Tensor) -> bool:
     """Say whether operations on a tensor are recorded as they are called, and run later; not by
     torch.compile and torch.export, before which plans are made.
     """
     is_lazy = x.device.type == "xla" or isinstance(x, FakeTensor)
-    return is_lazy and not torch.compiler.is_compiling()
+    return is_lazy and not is_captured()
 
 
 def is_exporting() -> bool:
@@ -32,4 +37,4 @@ def has_numbers(x: Tensor) -> bool:
 
 def can_look(x: Tensor) -> bool:
     """Say whether Python may read numbers of a tensor and decide by them."""
-    return has_numbers(x) and not torch.compiler.is_compiling()
+    return has_numbers(x) and not is_captured()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.device import is_traced
+from neuron_moe.device import is_captured, is_captured_by_dynamo, is_traced
 from neuron_moe.explain import Explanation, explain_path
 from neuron_moe.paths import Decision, Workload
 from neuron_moe.router import Router, Routing
@@ -309,11 +309,11 @@ class PlannedModule(nn.Module):
 
     def plan(self, step: Step) -> Plan:
         """Return how a step is computed here; the very object that runs it."""
-        if torch.compiler.is_dynamo_compiling() and self._plans_ahead:
+        if is_captured_by_dynamo() and self._plans_ahead:
             step = step.static()
             self._make_ready(*step)
             return self._plans.in_graphs.find(step)
-        if torch.compiler.is_compiling():
+        if is_captured():
             return self._make(step, self._plans.forms.fixed())
         return self._find(step)
 

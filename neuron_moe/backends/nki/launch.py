@@ -18,7 +18,7 @@ from torch import Tensor
 
 import nki_sim
 from neuron_moe.backends.nki import operators
-from neuron_moe.device import is_traced
+from neuron_moe.device import is_captured, is_captured_by_dynamo, is_traced
 from neuron_moe.versions import check_version
 from nki_kernels import IS_SIMULATED
 from nki_kernels.outputs import Output, outputs_of
@@ -128,12 +128,12 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
     Raises:
         ValueError: tensors on a device although only the simulator is there.
     """
-    is_captured = torch.compiler.is_compiling()
+    in_graph = is_captured()
     is_fake = IS_SIMULATED and any(_is_traced(x) for x in step.values())
-    if not (is_captured or is_fake):
+    if not (in_graph or is_fake):
         return _call(launch.kernel, launch.num_cores, _filled(launch, launch.eager, step))
     arguments = _filled(launch, launch.captured, step)
-    if is_captured and launch.name in _LOWERED:
+    if in_graph and launch.name in _LOWERED:
         found = _LOWERED[launch.name](launch.num_cores, *arguments.values())
         return tuple(found) if isinstance(found, tuple | list) else (found,)
     return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
@@ -214,7 +214,7 @@ def _as_operand(value: Any) -> Any:
 
 def check_capture() -> None:
     """Raise ValueError where a plan would be made while Python itself is captured."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_captured_by_dynamo():
         raise ValueError(
             "backend='nki' inside torch.compile: a plan is made before the graph is captured, by"
             " the layer. Call the layer or its experts, not a plan of yours."
