@@ -31,7 +31,7 @@ The steps:
    one of the weight buffers, a partition owning consecutive rows of HBM; y is added up over all
    experts in float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128 tokens, in rows [T, H]
    (stages.py, out.py).
-5. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
+5. Epilogue: exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
@@ -69,7 +69,7 @@ from nki_kernels.decode.ends import finish, load_tokens, transpose_tokens
 from nki_kernels.decode.iterations import known_entries, look_up, run_iteration
 from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
-from nki_kernels.decode.row_ends import Ending
+from nki_kernels.decode.row_ends import Epilogue
 from nki_kernels.decode.steps import Loop
 
 
@@ -97,7 +97,7 @@ def decode_moe(
     # Behind the index: the list of experts does not need them.
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
-    finish(config, sums, core, Ending(output, []))
+    finish(config, sums, core, Epilogue(output, []))
     return output
 
 

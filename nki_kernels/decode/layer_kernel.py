@@ -86,7 +86,7 @@ from nki_kernels.decode.router import (
     pick_experts,
     weigh_experts,
 )
-from nki_kernels.decode.row_ends import Ending
+from nki_kernels.decode.row_ends import Epilogue
 from nki_kernels.decode.shared import load_shared, run_shared
 
 
@@ -151,7 +151,7 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, core, Ending(rows.parts[0], residuals, config.form.ranks))
+    finish(moe, sums, core, Epilogue(rows.parts[0], residuals, config.form.ranks))
     end_portion(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output

@@ -6,7 +6,7 @@ of the output columns. An exchange takes about as long as a small work tile comp
 tiles are in flight: the second goes in while the first is exchanged, the first goes out while the
 second is.
 
-Weights of the next work tiles but one load as soon as their buffers are free.
+Weights of the work tile two ahead are prefetched as soon as their buffers are free.
 
 Steps of an iteration:
     1. Both work tiles in turn: multiply this core's share of the rows, send off the projections,

@@ -35,7 +35,7 @@ next work tile's weights, and the rows after that, load while one computes.
 
 Steps, on each core:
     1. Allocate everything that stays (memory.py), load the work tiles of the core's lane.
-    2. Start the pipeline: weights and rows of work tile 0, the first rows of work tile 1.
+    2. Prologue: weights and rows of work tile 0, the first rows of work tile 1.
     3. Per loop (one for each pair of work tile sizes), per iteration: two work tiles, by parity.
     4. A work tile: gate and up projections and the activation, part by part (`_go_in`); the first
        tile of the next work tile is transposed; then the down projection, part by part, and stores
@@ -161,7 +161,7 @@ def compute_work_tiles(
     # `combine` reads these zeros for a slot that is missing; of a shared output one core writes.
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
-    _start_pipeline(config, b, x, lists, share)
+    _prologue(config, b, x, lists, share)
     begin: Any = 0
     for position in range(len(loops_of(config.loop.classes))):
         if is_alone(config.loop):
@@ -201,7 +201,7 @@ def _loop_over(
 
     def one_iteration(pair: Any) -> None:
         fetch_iteration(config, b, pair, 2 * pairs)
-        _start_iteration(config, b, x, share, sizes)
+        _iteration_prologue(config, b, x, share, sizes)
         for s in range(0, 2 * pairs, 2):
             if config.shard.splits_h:
                 run_two_work_tiles(config, b, x, share, sizes, s)
@@ -212,7 +212,7 @@ def _loop_over(
     nl.fori_loop(begin, end, one_iteration, step=pairs)
 
 
-def _start_iteration(
+def _iteration_prologue(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
 ) -> None:
     """Do what work tile 0 of an iteration expects to be done: its weights and rows, then those of
@@ -278,9 +278,7 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
             two_work_tiles(_iteration)
 
 
-def _start_pipeline(
-    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share
-) -> None:
+def _prologue(config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share) -> None:
     """Do what work tile 0 expects to be done: its weights and rows, the first rows of work tile 1.
 
     The first rows come before the weights, which are used once they are transposed.
