@@ -190,7 +190,7 @@ def draw_differences(
 
 
 def _draw_signed(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> None:
-    """Draw differences about zero; those that are zero throughout are told in words."""
+    """Draw differences about zero; those that are zero throughout are described in words."""
     widest = max(float(np.abs(values).max()) for values in differences.values()) or 1e-12
     for (name, values), colour in zip(differences.items(), _COLOURS, strict=False):
         if not values.any():
@@ -214,7 +214,7 @@ def _draw_sizes(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> N
     bins = np.geomspace(1e-10, 1e-2, 41).tolist()
     for number, (name, values) in enumerate(differences.items()):
         sizes = np.clip(np.abs(values), bins[0], bins[-1])
-        # Lines may lie on each other: the first ones are drawn wider.
+        # Lines may be on each other: the first ones are drawn wider.
         axes.hist(
             sizes,
             bins=bins,

@@ -94,8 +94,8 @@ class Attention(GroupedAttention):
     def __init__(self, config: AfmoeConfig, layer: int, dtype: torch.dtype) -> None:
         bias = PROJECTIONS if config.attention_bias else ()
         reach, norms = config.reach(layer), "by head"
-        turns = reach.window is not None
-        super().__init__(config, dtype, reach=reach, bias=bias, norms=norms, turns=turns)
+        rotates = reach.window is not None
+        super().__init__(config, dtype, reach=reach, bias=bias, norms=norms, rotates=rotates)
         sizes = config.hidden_size, self.o_proj.in_features
         self.q_gate_proj = nn.Linear(*sizes, bias=False, dtype=dtype)
 

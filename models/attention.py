@@ -6,7 +6,7 @@ here `attend_cached`. A server that keeps keys and values in its own pages puts 
 Letters: U sequences, S new tokens of each, C cached positions, Q query heads, J key/value heads,
 G = Q / J, D head size. A position is a column of the left-padded batch: all sequences write the
 same positions, so decode needs no index per sequence. A token's place is counted within its own
-sequence; rotary embedding turns by it.
+sequence; rotary embedding rotates by it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.device import is_captured
 from neuron_moe.errors import check_positive_int
 
 # Attention logits held at once (64 MiB in float32); longer prompts go in chunks of queries.
@@ -70,7 +71,7 @@ class CacheView(NamedTuple):
         mask_USC: [U, S, C] bool, True where a token sees a position.
         tensors: [U, heads, C, size] each, what the layer keeps, written in place; empty attends to
             the new tokens alone, and C = S.
-        positions_S: [S] int64, where the new tokens lie among the C positions.
+        positions_S: [S] int64, where the new tokens are among the C positions.
     """
 
     mask_USC: Tensor
@@ -78,7 +79,7 @@ class CacheView(NamedTuple):
     positions_S: Tensor
 
     def extend(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Write what the new tokens bring, [U, heads, S, size] each, and return all positions."""
+        """Write what the new tokens add, [U, heads, S, size] each, and return all positions."""
         if not self.tensors:
             return new
         pairs = zip(self.tensors, new, strict=True)
@@ -184,7 +185,7 @@ class KVCache:
         if end > self.capacity:
             raise ValueError(
                 f"capacity={self.capacity}: {start} positions are in use and {num_new} more are"
-                " asked for. Make the cache as long as prompt and answer together."
+                " requested. Make the cache as long as prompt and answer together."
             )
         self.real_UC[:, start:end] = real_US
         self.length = end
@@ -335,7 +336,7 @@ def _attend_fused(
 def _parts_of(mask_USC: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield runs of queries, and the run of keys that they see: all of both in a graph."""
     num_queries, num_keys = mask_USC.shape[1:]
-    if num_queries <= _FUSED_QUERIES or torch.compiler.is_compiling():
+    if num_queries <= _FUSED_QUERIES or is_captured():
         yield slice(num_queries), slice(num_keys)
         return
     for first in range(0, num_queries, _FUSED_QUERIES):

@@ -63,7 +63,7 @@ class BailingHybridConfig(KimiLinearConfig):
     """Facts of one Ling checkpoint, under DeepSeek-V3's names.
 
     Attributes:
-        lowest_decay: what the logarithm of a decay lies above; None for no such bound.
+        lowest_decay: what the logarithm of a decay is above; None for no such bound.
         expert_limits: of the routed experts of each layer; 0 for none.
         shared_limits: the same of the shared experts.
     """

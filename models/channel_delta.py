@@ -40,7 +40,7 @@ class ChannelDeltaAttention(DeltaLayer):
     Attributes:
         f_proj: makes what decays are made of, in families that have no other `steps`.
         g_proj: makes the gates of what is answered, in families that have no other `gates`.
-        lowest_decay: what the logarithm of a decay lies above; None for no such bound.
+        lowest_decay: what the logarithm of a decay is above; None for no such bound.
     """
 
     f_proj: nn.Linear

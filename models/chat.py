@@ -1,6 +1,6 @@
 """Chat templates: from messages to the text that a checkpoint was taught to answer.
 
-A checkpoint brings its template as a Jinja file or inside its tokenizer's configuration. Templates
+A checkpoint holds its template as a Jinja file or inside its tokenizer's configuration. Templates
 are programs of strangers, so they run in Jinja's immutable sandbox, with the few helpers that
 published ones expect of the transformers library.
 """
@@ -49,7 +49,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt that asks for the answer to the last message.
+        """Return the prompt that requests the answer to the last message.
 
         Args:
             messages: each with a `role`, such as user or system, and its `content`.

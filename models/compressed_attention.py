@@ -1,7 +1,7 @@
 """DeepSeek-V4's attention: to the latest tokens, and to entries pooled of all tokens.
 
-One key, which is the value too, serves all heads. It and queries are turned at their end, and what
-is summed of the values is turned back, by the place of the query. Beside the latest tokens a layer
+One key, which is the value too, serves all heads. It and queries are rotated at their end, and what
+is summed of the values is rotated back, by the place of the query. Beside the latest tokens a layer
 attends to entries of overlapping runs of few tokens, of which an indexer picks some ("compressed
 sparse"), or of runs of many ("heavily compressed"). They are there from the first complete run on,
 so no plain attention is the same, but for the shortest sequences. Outputs go through a latent for

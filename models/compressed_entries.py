@@ -29,8 +29,8 @@ class PoolSpec:
     Args:
         rate: tokens for which there is an entry.
         overlaps: an entry is of the tokens before these too, in another series of values.
-        rope: turns entries, by the place of the first of their own tokens.
-        rotated_size: numbers at the end of an entry that are turned.
+        rope: rotates entries, by the place of the first of their own tokens.
+        rotated_size: numbers at the end of an entry that are rotated.
         eps: of the entries' norm.
     """
 

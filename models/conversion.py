@@ -1,7 +1,7 @@
 """Converting checkpoints: another number format, another layout, cut for ranks, or merged again.
 
 What is converted are parameters as modules hold them, one expert or some rows at a time: a source
-reads and decodes a part, a target encodes it and says where it lies. A published checkpoint and the
+reads and decodes a part, a target encodes it and says where it is. A published checkpoint and the
 files of ranks can each be either. Tensors that a model leaves out, such as a vision tower or layers
 that predict further tokens, are left out here too.
 """
@@ -113,7 +113,7 @@ class Source:
     """A checkpoint that is read.
 
     Args:
-        directory: where it lies.
+        directory: where it is.
         raw_config: its config.json.
         model_file: of its family.
         model: on the meta device.
@@ -328,7 +328,7 @@ def _cut(source: LazyTensor, target: Target, name: str) -> Iterator[tuple[Select
 
 
 def _plan(directory: Path, options: ConversionOptions) -> dict[str, Any]:
-    """Return what tells one conversion from another: the files that are read, and the options."""
+    """Return what distinguishes conversions: the files that are read, and the options."""
     files = sorted([directory / CONFIG_FILE, *directory.glob("*.safetensors*")])
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return {"version": 1, "source": facts, "options": asdict(options)}

@@ -59,7 +59,7 @@ class Target(Protocol):
         """Return the `quantization_config` of config.json; None without one."""
 
     def indices(self) -> dict[str, str]:
-        """Return the files that tell where tensors lie, by name."""
+        """Return the files that say where tensors are, by name."""
 
 
 def is_expert_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -83,7 +83,7 @@ class _Place:
     in_axis: int
 
     def encoding_of(self, num_axes: int) -> Encoding:
-        """Return how a source is stored; scales that lie beside experts (Gemma 4) stay plain."""
+        """Return how a source is stored; scales that are beside experts (Gemma 4) stay plain."""
         return (
             self.encoding
             if num_axes > 1 or isinstance(self.encoding, Plain)
@@ -361,7 +361,7 @@ def _our_key(name: str, key: str) -> str:
 
 
 def _runs(rows: Indices, first: int, count: int) -> Iterator[tuple[int, range]]:
-    """Yield which rows of a part a rank holds: where a run lies there, and where in the part."""
+    """Yield which rows of a part a rank holds: where a run is there, and where in the part."""
     if isinstance(rows, range):
         begin, end = max(rows.start, first), min(rows.stop, first + count)
         if begin < end:

@@ -195,7 +195,7 @@ class GroupedAttention(nn.Module):
         norms: queries and keys are normalised before they are rotated: "" for not, "by head" for
             each head by itself, "jointly" for all heads together.
         value_dim: size of a value; None: that of a head.
-        turns: queries and keys are rotated, so that they know their places.
+        rotates: queries and keys are rotated, so that they know their places.
 
     Attributes:
         core: computes [.., Q * D] from queries, keys and values; see `attention.Core`.
@@ -219,13 +219,13 @@ class GroupedAttention(nn.Module):
         has_sinks: bool = False,
         norms: str = "",
         value_dim: int | None = None,
-        turns: bool = True,
+        rotates: bool = True,
     ) -> None:
         super().__init__()
         self.head_dim, self.is_interleaved = config.head_dim, config.rope.is_interleaved
         self.core, self.reach, self.scale = attend_cached, reach, config.head_dim**-0.5
         self.value_dim = value_dim = value_dim or config.head_dim
-        self.turns = turns
+        self.rotates = rotates
         kv_heads, hidden_size = config.num_key_value_heads, config.hidden_size
         self.cache_shape: CacheShape = (kv_heads, config.head_dim), (kv_heads, value_dim)
         q_size = config.num_attention_heads * config.head_dim
@@ -264,7 +264,7 @@ class GroupedAttention(nn.Module):
         query, key, value_USJD = (
             part.view(*leading, -1, size) for part, size in zip(projected, sizes, strict=True)
         )
-        query_USQD, key_USJD = self.turn(query, key, tokens)
+        query_USQD, key_USJD = self.rotate(query, key, tokens)
         return self.core(self, query_USQD, key_USJD, value_USJD, view)
 
     def project(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,9 +276,9 @@ class GroupedAttention(nn.Module):
         """Return the three projections, [U, S, heads * D] each; a server may put in its own."""
         return self.q_proj(hidden_USH), self.k_proj(hidden_USH), self.v_proj(hidden_USH)
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that know their places, where the layer turns them."""
-        if not self.turns:
+    def rotate(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return queries and keys that know their places, where the layer rotates them."""
+        if not self.rotates:
             return query_USQD, key_USJD
         query_USQD, key_USJD = (
             apply_rope(part, *tokens.rope, is_interleaved=self.is_interleaved)
@@ -476,7 +476,7 @@ class DecoderModel(nn.Module):
 
         Args:
             input_ids_T: [T] integer token ids of any number of sequences.
-            places_T: [T] int64, where each token lies in its own sequence.
+            places_T: [T] int64, where each token is in its own sequence.
             phase: 'prefill' or 'decode', which chooses the path of the experts.
             real_T: [T] bool, False at padding, which goes to no expert; None: all are real.
             views: what the core of each layer gets as its view; None for cores that need none.

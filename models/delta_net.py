@@ -71,7 +71,7 @@ class DeltaNetSizes:
 
 
 class Inputs(NamedTuple):
-    """What new tokens bring to the memory.
+    """What new tokens add to the memory.
 
     Attributes:
         mixed_USC: [U, S, C] queries, keys and values before the convolution.
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 
 State = tuple[Tensor, ...]
-"""What a layer knows of the tokens before: [U, W - 1, C] what the last ones brought to the
+"""What a layer knows of the tokens before: [U, W - 1, C] what the last ones added to the
 convolution, latest last; then the memory, [U, N, D, V] float32, where there is one."""
 
 
@@ -219,7 +219,7 @@ class GatedDeltaNet(DeltaLayer):
         eps: of the norm.
         dtype: of the parameters.
         is_fused: the inputs' projections are two, `in_proj_qkvz` and `in_proj_ba`, whose outputs
-            lie together by key head, as in Qwen3-Next.
+            are together by key head, as in Qwen3-Next.
 
     Attributes:
         sizes: of this rank's part.

@@ -117,7 +117,7 @@ def _of_keys(log_decay: Tensor) -> Tensor:
 
 
 def _inverse(system: Tensor) -> Tensor:
-    """Return the inverse of 1 + `system`, [.., c, c], of which only what lies below is not zero.
+    """Return the inverse of 1 + `system`, [.., c, c], of which only what is below is not zero.
 
     Exact inverses of blocks on the diagonal are joined two by two, which takes log2 c rounds of
     products: compilers for an accelerator have those, and no triangular solve.

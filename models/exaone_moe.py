@@ -1,7 +1,7 @@
 """K-EXAONE: configuration, attention, experts and checkpoint map.
 
-Queries and keys are normalised by head; three of four layers slide and turn them, the fourth sees
-everything and does not turn. Experts are chosen as in DeepSeek-V3.
+Queries and keys are normalised by head; three of four layers slide and rotate them, the fourth sees
+everything and does not rotate. Experts are chosen as in DeepSeek-V3.
 Published files hold a layer that predicts a further token, which is not read.
 Source: transformers, `models/exaone_moe/modular_exaone_moe.py`; LGAI-EXAONE/K-EXAONE-236B-A23B.
 """
@@ -95,8 +95,8 @@ class Model(BiasedRoutingModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
         """Return attention that is rotated and sliding, or neither."""
         config, reach = self.config, self.config.reach(layer)
-        turns = config.sliding_window is None or reach.window is not None
-        return GroupedAttention(config, dtype, reach=reach, norms="by head", turns=turns)
+        rotates = config.sliding_window is None or reach.window is not None
+        return GroupedAttention(config, dtype, reach=reach, norms="by head", rotates=rotates)
 
 
 def weight_map(config: ExaoneMoeConfig) -> WeightMap:

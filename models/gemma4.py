@@ -46,7 +46,7 @@ class Attention(GroupedAttention):
         self.has_values = kind == SLIDING or not config.attention_k_eq_v
         if not self.has_values:
             del self.v_proj
-        # Tables of both kinds lie behind each other.
+        # Tables of both kinds are behind each other.
         half, other = config.head_dim // 2, config.full_head_dim // 2
         self.columns = slice(half) if kind == SLIDING else slice(half, half + other)
 
@@ -62,7 +62,7 @@ class Attention(GroupedAttention):
         unit = unit_rms(value.view(*value.shape[:-1], -1, self.head_dim), self.eps)
         return query, key, unit.flatten(-2).to(value.dtype)
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotate(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places."""
         cos, sin = (table[..., self.columns] for table in tokens.rope)
         return apply_rope(query_USQD, cos, sin), apply_rope(key_USJD, cos, sin)

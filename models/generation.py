@@ -130,7 +130,7 @@ def stream(
     options: GenerationOptions,
     result: Generation | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Do what `generate` does, one token after the other, whenever the next is asked for.
+    """Do what `generate` does, one token after the other, whenever the next is requested.
 
     Args:
         model: as in `generate`.

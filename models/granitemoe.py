@@ -177,7 +177,7 @@ class Model(DecoderModel):
             memory.activation = activation_of(config.hidden_act)
             return memory
         bias = PROJECTIONS if config.attention_bias else ()
-        attention = GroupedAttention(config, dtype, bias=bias, turns=config.is_rotated)
+        attention = GroupedAttention(config, dtype, bias=bias, rotates=config.is_rotated)
         if config.attention_multiplier is not None:
             attention.scale = config.attention_multiplier
         return attention

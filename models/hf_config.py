@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json strictly: every key is read, ignored on purpose, or an error.
 
 A model's `from_hf` creates a `ConfigReader`, asks it for each key by name and type, and calls
-`finish()`, which raises for whatever nobody asked for. A misspelt key never loads as a default.
+`finish()`, which raises for whatever nobody requested. A misspelt key never loads as a default.
 """
 
 import difflib
@@ -109,7 +109,7 @@ def _finite_float(text: str) -> float:
 
 
 class ConfigReader:
-    """Hand out the keys of one mapping and remember which were asked for."""
+    """Hand out the keys of one mapping and remember which were requested."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         if not isinstance(values, Mapping):
@@ -333,8 +333,8 @@ def _unread(method: str, section: Mapping[str, Any]) -> str:
     groups = section.get("config_groups")
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        told = {"symmetric": True} | dict(weights if isinstance(weights, Mapping) else {})
-        found = {key: told.get(key) for key in INT4}
+        given = {"symmetric": True} | dict(weights if isinstance(weights, Mapping) else {})
+        found = {key: given.get(key) for key in INT4}
         if found["type"] != "float" and found != INT4:
             return f"{name} has weights of {found}, must be of type 'float', or {INT4}"
         inputs = group.get("input_activations")

@@ -131,11 +131,11 @@ class Attention(GroupedAttention):
         """Return queries, keys and values, [U, S, heads * D] each, as they are."""
         return self.products(hidden_USH)
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotate(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places, normalised."""
         assert self.q_norm is not None
         assert self.k_norm is not None
-        query_USQD, key_USJD = super().turn(query_USQD, key_USJD, tokens)
+        query_USQD, key_USJD = super().rotate(query_USQD, key_USJD, tokens)
         return self.q_norm(query_USQD), self.k_norm(key_USJD)
 
 

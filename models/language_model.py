@@ -60,7 +60,7 @@ def load(
     """Load a checkpoint, ready to answer.
 
     Args:
-        model: its folder, an id of Hugging Face such as "openai/gpt-oss-20b" whose files lie in
+        model: its folder, an id of Hugging Face such as "openai/gpt-oss-20b" whose files are in
             the hub's cache, or "tiny_gpt_oss", which is shipped.
         download: fetch an id that the cache does not hold.
         dtype: of the weights: torch.bfloat16, float32 or float16.
@@ -118,7 +118,7 @@ class Prompting:
     def encode_chat(
         self, messages: str | Sequence[Message], system: str | None = None
     ) -> list[int]:
-        """Return the token ids that ask for the answer to a message or to the last of several.
+        """Return the token ids that request the answer to a message or to the last of several.
 
         Args:
             messages: what a user says, or each with its `role` and `content`.

@@ -1,9 +1,10 @@
 """Llama 4 Scout and Maverick, the text model: configuration, attention, experts, checkpoint map.
 
-What differs from other decoders: rotary pairs are neighbours; three of four layers turn queries and
-keys, normalise them without weights (Scout) and see their chunk only, the fourth does neither, sees
-everything, and scales queries by the logarithm of their place; one expert a token, whose input is
-scaled by the sigmoid of its logit, beside a shared expert; in Maverick every other layer is dense.
+What differs from other decoders: rotary pairs are neighbours; three of four layers rotate queries
+and keys, normalise them without weights (Scout) and see their chunk only, the fourth does neither,
+sees everything, and scales queries by the logarithm of their place; one expert a token, whose input
+is scaled by the sigmoid of its logit, beside a shared expert; in Maverick every other layer is
+dense.
 Published files hold a vision tower too, which is not read.
 Source: transformers, `models/llama4/modeling_llama4.py`; meta-llama/llama-models, `models/llama4`.
 """
@@ -57,7 +58,7 @@ class Llama4Config(DecoderConfig):
     """Facts of one Llama 4 checkpoint; names are those of the text section of its config.json.
 
     Attributes:
-        no_rope_layers: for each layer 1 where it turns queries and keys, 0 where not.
+        no_rope_layers: for each layer 1 where it rotates queries and keys, 0 where not.
         num_vision_layers: of the vision tower beside the text model; None without one.
     """
 
@@ -102,9 +103,9 @@ class Llama4Config(DecoderConfig):
         moe_layers = tuple(layer - 1 for layer in layers if layer % step == 0)
         if reader.get_raw("moe_layers") is not None:
             moe_layers = reader.get_ints("moe_layers")
-        turns = tuple(int(layer % interval != 0) for layer in layers)
-        turns = reader.get_ints("no_rope_layers") or turns  # some publish an empty list
-        layer_types = (LAYER_TYPES[turn != 1] for turn in turns[: len(layers)])
+        rotates = tuple(int(layer % interval != 0) for layer in layers)
+        rotates = reader.get_ints("no_rope_layers") or rotates  # some publish an empty list
+        layer_types = (LAYER_TYPES[flag != 1] for flag in rotates[: len(layers)])
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
@@ -114,7 +115,7 @@ class Llama4Config(DecoderConfig):
             num_local_experts=reader.get("num_local_experts", int),
             num_experts_per_tok=reader.get("num_experts_per_tok", int),
             moe_layers=moe_layers,
-            no_rope_layers=turns,
+            no_rope_layers=rotates,
             layer_types=reader.get_strings("layer_types") or tuple(layer_types),
             attention_chunk_size=reader.get("attention_chunk_size", int),
             use_qk_norm=reader.get("use_qk_norm", bool),
@@ -143,14 +144,14 @@ class Attention(GroupedAttention):
             reach=Reach(chunk=config.attention_chunk_size if is_chunked else None),
             bias=PROJECTIONS if config.attention_bias else (),
         )
-        self.turns = config.no_rope_layers[layer] == 1
+        self.rotates = config.no_rope_layers[layer] == 1
         self.config = config
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotate(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places, or scaled queries."""
         config, dtype = self.config, query_USQD.dtype
-        if self.turns:
-            query_USQD, key_USJD = super().turn(query_USQD, key_USJD, tokens)
+        if self.rotates:
+            query_USQD, key_USJD = super().rotate(query_USQD, key_USJD, tokens)
             if config.use_qk_norm:
                 query_USQD = unit_rms(query_USQD, config.rms_norm_eps).to(dtype)
                 key_USJD = unit_rms(key_USJD, config.rms_norm_eps).to(dtype)

@@ -24,7 +24,7 @@ from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.hf_config import read_json_object
-from neuron_moe.models.other_files import what_it_is, what_lies_in
+from neuron_moe.models.other_files import what_is_in, what_it_is
 from neuron_moe.parallel import parallel_state
 from neuron_moe.sharded.load import INDEX_NAME as SHARDED_INDEX
 from neuron_moe.sharded.load import load_shard, load_sharded
@@ -207,7 +207,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: must exist beside the weights, but does not. {what_lies_in(Path(directory))}"
+            f"{path}: must exist beside the weights, but does not. {what_is_in(Path(directory))}"
         )
     return read_json_object(path)
 

@@ -1,6 +1,6 @@
 """Mamba-2: a layer that keeps a memory of each sequence, which fades and to which tokens add.
 
-What the last few tokens bring is mixed by a short convolution; a token then writes its value, as
+What the last few tokens add is mixed by a short convolution; a token then writes its value, as
 much as its step says, at its key, and its query reads:
 
     memory = exp(-rate * step) * memory + key (step * value)^T;  out = memory^T query + skip * value

@@ -62,7 +62,6 @@ class MiniMaxM3Config(DecoderConfig):
     Attributes:
         max_position_embeddings: at most the keys that a token attends to in every layer.
         sparse_layers: those with experts.
-        indexed_layers: those whose attention has an indexer.
         num_vision_layers: of the vision tower beside the text model; None without one.
     """
 
@@ -79,7 +78,6 @@ class MiniMaxM3Config(DecoderConfig):
     swiglu_alpha: float
     swiglu_limit: float
     sparse_layers: tuple[int, ...]
-    indexed_layers: tuple[int, ...]
     num_vision_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +126,7 @@ class MiniMaxM3Config(DecoderConfig):
                 f"layer_types={list(kinds)}: must name num_hidden_layers={num_layers} layers, each"
                 f" {' or '.join(ATTENTION_TYPES)}. Correct it, or leave it out."
             )
-        indexed = tuple(layer for layer, kind in enumerate(kinds) if kind != ATTENTION_TYPES[0])
+        is_indexed = any(kind != ATTENTION_TYPES[0] for kind in kinds)
         blocks, size = (
             reader.get_size(key, index.get_size(old, default))
             for (old, key), default in zip(INDEX_KEYS.items(), (16, 128), strict=True)
@@ -147,9 +145,8 @@ class MiniMaxM3Config(DecoderConfig):
                 default_theta=ROPE_THETA,
                 default_part=1.0 if has_rope else rotated / max(head_dim, 1),
             ),
-            max_position_embeddings=min(longest, blocks * size) if indexed else longest,
+            max_position_embeddings=min(longest, blocks * size) if is_indexed else longest,
             sparse_layers=sparse or read_sparse_layers(reader, 0),
-            indexed_layers=indexed,
             num_vision_layers=vision_layers,
             **{
                 name: reader.get(name, int)

@@ -169,7 +169,7 @@ class Model(DecoderModel):
             has_bias = config.use_conv_bias
             mixer: nn.Module = Mamba2(config.mamba, eps, least, dtype, has_conv_bias=has_bias)
         elif kind == "full_attention":
-            mixer = GroupedAttention(config, dtype, turns=False)
+            mixer = GroupedAttention(config, dtype, rotates=False)
         elif kind == "mlp":
             mixer = GatedMLP(config.hidden_size, config.intermediate_size, dtype, formula=RELU2)
         else:

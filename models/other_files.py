@@ -43,7 +43,7 @@ def what_it_is(config: Mapping[str, Any], known: Sequence[str]) -> str:
     )
 
 
-def what_lies_in(folder: Path) -> str:
+def what_is_in(folder: Path) -> str:
     """Return what to do about a folder without config.json."""
     for pattern, what in _FOLDERS.items():
         if any(folder.glob(pattern)):

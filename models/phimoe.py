@@ -1,7 +1,7 @@
 """Phi-3.5-MoE: configuration, attention, experts and checkpoint map.
 
 What differs from other decoders: a token takes two experts, each weighed by a softmax of its own
-over the experts whose logits lie near the highest one that is left (sparsemixer); norms subtract
+over the experts whose logits are near the highest one that is left (sparsemixer); norms subtract
 the mean and have biases, as projections and the head may. Rotary frequencies are divided by a
 list of numbers (LongRoPE): those of config.json's short context are computed, up to its length;
 longer sequences, whose frequencies would be others, are refused by `max_position_embeddings`.
@@ -43,7 +43,7 @@ class PhimoeConfig(DecoderConfig):
 
     Attributes:
         max_position_embeddings: at most the context of the short frequencies.
-        router_jitter_noise: how near logits must lie, in inference as well.
+        router_jitter_noise: how near logits must be, in inference as well.
     """
 
     length_reason: ClassVar[str] = (

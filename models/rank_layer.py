@@ -82,7 +82,7 @@ class RankLayer:
         Args:
             phase: one of paths.PHASES.
             tokens: T.
-            in_one: False asks for a launch of each stage.
+            in_one: False requests a launch of each stage.
             is_part: whether ranks hold parts of the sequence, which come together behind routers.
         """
         step = Step(phase, tokens, is_part=is_part)

@@ -22,9 +22,9 @@ from neuron_moe.models.hf_config import ConfigReader
 # The base grows with a sequence that is longer than the context.
 DYNAMIC = "dynamic"
 KINDS = ("default", "linear", DYNAMIC, "yarn", "llama3")
-# Of Gemma 4 alone, whose reader asks for it: what is rotated lies in both halves of a head.
+# Of Gemma 4 alone, whose reader requests it: what is rotated is in both halves of a head.
 PROPORTIONAL = "proportional"
-# Of Phi-3.5-MoE alone, whose reader asks for it, up to the original context.
+# Of Phi-3.5-MoE alone, whose reader requests it, up to the original context.
 LONGROPE = "longrope"
 
 
@@ -123,7 +123,7 @@ class RopeConfig:
             reader: the whole config.json; the three keys above are read from it.
             default_theta: what the architecture takes where neither spelling names a base.
             is_interleaved: how the architecture pairs.
-            default_part: of each head that the architecture turns where `partial_rotary_factor`
+            default_part: of each head that the architecture rotates where `partial_rotary_factor`
                 does not say; None is all of it, and refuses that key.
             default_section: what the architecture takes where neither section is there.
             ignored: keys of the section that change nothing for the architecture.
@@ -242,7 +242,7 @@ def rope_frequencies(
 def rope_tables(config: RopeConfig, head_size: int, positions_US: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin `[U, S, D / 2]` float32 of positions counted within each sequence.
 
-    A DYNAMIC embedding turns the new tokens of a sequence as its length now asks for, and leaves
+    A DYNAMIC embedding rotates the new tokens of a sequence as its length now requires, and leaves
     the keys that are in the cache as they were, as transformers does for a sequence by itself.
     """
     frequencies, scale = rope_frequencies(config, head_size, positions_US.device)

@@ -61,7 +61,7 @@ def checkpoint_folder(name: Path | str, *, download: bool = False) -> Path:
     if Path(name).expanduser().is_file():
         raise FileNotFoundError(
             f"model={name}: is a file, must be a folder with config.json and *.safetensors. Pass"
-            f" the folder that it lies in: {Path(name).parent}"
+            f" the folder that it is in: {Path(name).parent}"
         )
     if is_id:
         raise FileNotFoundError(

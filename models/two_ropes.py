@@ -1,4 +1,4 @@
-"""Decoders whose sliding layers turn queries and keys by a rotary embedding of their own.
+"""Decoders whose sliding layers rotate queries and keys by a rotary embedding of their own.
 
 The tables of both stand side by side in `Tokens.rope`, and each layer takes its part.
 
@@ -67,7 +67,7 @@ def read_ropes(reader: ConfigReader, usual: Ropes) -> dict[str, RopeConfig]:
 
 
 class TurnedAttention(GroupedAttention):
-    """Grouped-query attention that turns by the embedding of its kind of layer.
+    """Grouped-query attention that rotates by the embedding of its kind of layer.
 
     Args:
         config: sizes, those of this layer.
@@ -82,10 +82,10 @@ class TurnedAttention(GroupedAttention):
         count = config.rotated_size // 2
         self.columns = slice(count, None) if self.slides else slice(count)
 
-    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotate(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places."""
         cos_USd, sin_USd = (table[..., self.columns] for table in tokens.rope)
-        return super().turn(query_USQD, key_USJD, tokens._replace(rope=(cos_USd, sin_USd)))
+        return super().rotate(query_USQD, key_USJD, tokens._replace(rope=(cos_USd, sin_USd)))
 
 
 class TwoRopesModel(BiasedRoutingModel):

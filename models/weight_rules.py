@@ -126,7 +126,7 @@ def fused_expert_rules(source: str, target: str, transform: Transform) -> list[R
 def block_sparse_rules(router: str = "gate") -> list[Rule]:
     """Return the rules of router and experts as Mixtral publishes them: w1 is gate, w3 up, w2 down.
 
-    Or as transformers' modules call them, and save them where it is told not to convert them back.
+    Or as transformers' modules call them, and save them where it is set not to convert them back.
 
     Args:
         router: name of transformers' module.

@@ -2,7 +2,7 @@
 
 from neuron_moe import MoE, RouterTopK, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
 
-The names are those of `neuron_moe.public`, which is imported when one of them is asked for: torch
+The names are those of `neuron_moe.public`, which is imported when one of them is requested: torch
 takes seconds, and the command line answers `--help` without it. `load` stands above them, in
 `neuron_moe.models.language_model`: a checkpoint, ready to answer.
 """

@@ -1,4 +1,4 @@
-"""What a caller chose for each token: experts and affinities, checked and brought into one form.
+"""What a caller chose for each token: experts and affinities, checked and put into one form.
 
 Axes: T tokens, K choices, E experts of the model.
 """
@@ -75,7 +75,7 @@ def check_mask_values(padding_mask: Tensor) -> None:
 def choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
     """Return float32 [T, K] affinities from [T, K], or from NxD's dense [T, E] where E > K.
 
-    Where E == K both have one shape: `check_one_reading` tells them apart.
+    Where E == K both have one shape: `check_one_reading` finds which.
     """
     num_tokens, top_k = index_TK.shape
     if tuple(affinities.shape) == (num_tokens, top_k):

@@ -2,12 +2,17 @@
 
 Eager tensors have numbers that Python can read. Those of a graph that is being captured have none:
 `torch.compile` and `torch.export` say that they capture, tracers that record operations as they are
-called (torch_xla, fake tensors) do not, and are told by the tensor.
+called (torch_xla, fake tensors) do not, and are known by the tensor.
 """
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+# Whether torch.compile or torch.export captures what runs, and whether it does so from bytecode, as
+# only non-strict export does not. These are torch's functions, which Dynamo takes for constants.
+is_captured = torch.compiler.is_compiling
+is_captured_by_dynamo = torch.compiler.is_dynamo_compiling
 
 
 def is_traced(x: Tensor) -> bool:
@@ -15,7 +20,7 @@ def is_traced(x: Tensor) -> bool:
     torch.compile and torch.export, before which plans are made.
     """
     is_lazy = x.device.type == "xla" or isinstance(x, FakeTensor)
-    return is_lazy and not torch.compiler.is_compiling()
+    return is_lazy and not is_captured()
 
 
 def is_exporting() -> bool:
@@ -32,4 +37,4 @@ def has_numbers(x: Tensor) -> bool:
 
 def can_look(x: Tensor) -> bool:
     """Say whether Python may read numbers of a tensor and decide by them."""
-    return has_numbers(x) and not torch.compiler.is_compiling()
+    return has_numbers(x) and not is_captured()

@@ -210,10 +210,10 @@ class RoutedExperts(PlannedModule):
         """Keep the weights in the form the backend likes best; the same numbers.
 
         torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
-        weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
+        weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` say.
         cuda: as MXFP4 codes, on the same condition.
         The Parameters stay, with one NaN for all numbers: writing to them raises until
-        `unpack_weights`, asking for their gradient too (inputs have one, on torch), and no graph is
+        `unpack_weights`, requesting their gradient too (inputs have one, on torch), and no graph is
         captured. The state dict is unchanged; loading one unpacks, as does giving a weight other
         `data`. Call it again after a change of the weights.
 
@@ -238,7 +238,7 @@ class RoutedExperts(PlannedModule):
         to rounding.
 
         Measured once for a machine, number of threads and layer, within about 10 s, and kept in
-        `neuron-moe/product_forms.json` of the user's cache folder. `MoE.explain` tells the choice.
+        `neuron-moe/product_forms.json` of the user's cache folder. `MoE.explain` names the choice.
         Where some steps are half as fast again with packed matrices and some with others, both are
         kept if half of the machine's memory stays free. Where a gradient is recorded, plain
         matrices are multiplied; where packed ones alone are kept, it is as with `pack_weights`. The

@@ -1,4 +1,4 @@
-"""What `MoE.explain` tells: the plan that runs, why, and what its blocks and padding cost."""
+"""What `MoE.explain` shows: the plan that runs, why, and what its blocks and padding cost."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ _BREAK_EVEN_ROWS = 217  # rows at which an expert's matrix multiplies last as lo
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `MoE.explain` tells; print it, or read its fields.
+    """What `MoE.explain` shows; print it, or read its fields.
 
     Attributes:
         phase: one of PHASES.

@@ -56,9 +56,9 @@ from neuron_moe.weights.checks import before_load
 
 
 class MoEOutput(NamedTuple):
-    """What `MoE.forward` returns: a tuple of what was asked for, in this order, as NxD's is.
+    """What `MoE.forward` returns: a tuple of what was requested, in this order, as NxD's is.
 
-    Every field is an attribute too; one that was not asked for is None and no item of the tuple.
+    Every field is an attribute too; one that was not requested is None and no item of the tuple.
 
     Attributes:
         output: the shape and dtype of the input.
@@ -130,7 +130,7 @@ class MoE(PlannedModule):
         owed_losses: their sums that `auxiliary_loss` has still to take.
         adds_input: the input, before its norm, is added to the output, see `take_frame`.
         must_load: a state dict that lacks a weight is refused also with strict=False.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
         moe_fused_tkg: None; fused decode is one plan of this layer.
         shuffle_permutation: None; the exchange of tokens keeps its own.
 
@@ -279,13 +279,13 @@ class MoE(PlannedModule):
         without gradient, are in `losses`.
 
         Raises:
-            ValueError: the loss of sequences is asked for where tokens are of no sequence.
+            ValueError: the loss of sequences is requested where tokens are of no sequence.
         """
         is_mixed = self.shuffle is not None or self.sequence_axis == 0
         if weights is not None and weights.sequence and is_mixed:
             raise ValueError(
                 f"sequence={weights.sequence:g}: this layer shuffles tokens or takes them as [S, B,"
-                " H], where sequences are not told apart. Use balance, or [B, S, H] unshuffled."
+                " H], where sequences are not distinguished. Use balance, or [B, S, H] unshuffled."
             )
         self.router_losses = weights if weights is None or any(astuple(weights)) else None
         self.losses.clear()
@@ -309,7 +309,7 @@ class MoE(PlannedModule):
                 others get no routed expert. With sequence parallelism the own part or all of it.
             is_speculative_decoding: S > 1 tokens of a verification window, dispatched like decode.
             residual: [B, S, H] added to the input first; the sum is returned as the last field.
-            phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
+            phase: 'decode' says to a sequence parallel layer: these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
             token_ids: [B, S], in the order of hidden_states, for a router with a table of them.
         """
@@ -318,7 +318,7 @@ class MoE(PlannedModule):
         )
         phase = "speculation" if is_speculative_decoding else phase
         batch = self._batch(hidden_states, padding_mask, phase)
-        if self.router.spec.table_size and token_ids is not None:
+        if token_ids is not None and self.router.spec.table_size:
             batch = batch._replace(token_ids=token_ids.reshape(-1))
         dispatch = self.dispatch(batch.phase, batch.is_sequence_part)
         batch = dispatch.tokens(batch, self._settings)
@@ -351,7 +351,7 @@ class MoE(PlannedModule):
         index_TK: Tensor | None,
         residual: Tensor | None,
     ) -> MoEOutput:
-        """Return the tuple of what was asked for."""
+        """Return the tuple of what was requested."""
         fields = {"output": output}
         if self.return_router_logits and logits_TE is not None:
             fields["router_logits"] = logits_TE
@@ -531,18 +531,18 @@ class MoE(PlannedModule):
             fuses_decode=self._fuses_decode,
             needs_quantized=self.tkg_config is not None and self.tkg_config.quantized,
             adds_input=self.adds_input and self._model(step).size == 1,
-            remarks=self.remarks + self._told_apart(),
+            remarks=self.remarks + self._by_torch(),
         )
 
-    def _told_apart(self) -> tuple[str, ...]:
+    def _by_torch(self) -> tuple[str, ...]:
         """Return a sentence for each part that torch computes whatever the back end."""
         spec, latent = self.router.spec, self.latent
-        told = (
+        cases = (
             (spec.why_torch, f"router: torch, which {spec.why_torch}"),
             (spec.num_identity, f"{spec.num_identity} identity experts: torch, behind the others"),
             (latent is not None, "latents of the experts: torch projects into and out of them"),
         )
-        return tuple(text for is_told, text in told if is_told)
+        return tuple(text for applies, text in cases if applies)
 
     def _model(self, step: Step) -> Collectives:
         """Return the ranks over which the output of a step is summed."""
@@ -560,7 +560,7 @@ class MoE(PlannedModule):
                 "shared experts would be laid out anew in every step of the traced graph",
             ),
             (experts.placement is not None, "experts are placed or replicated by load"),
-            (bool(self._told_apart()), "; ".join(self._told_apart())),
+            (bool(self._by_torch()), "; ".join(self._by_torch())),
             (
                 experts.spec.normalizes_affinities,
                 "affinities are normalised after routing; RouterTopK(renormalize=True) in place of"
@@ -599,7 +599,7 @@ class MoE(PlannedModule):
         }
 
     def weights_changed(self) -> None:
-        """Tell that weights were changed through `.data`; see `RoutedExperts.weights_changed`."""
+        """Say that weights were changed through `.data`; see `RoutedExperts.weights_changed`."""
         self._plans.clear()
         self.expert_mlps.weights_changed()
 
@@ -646,6 +646,8 @@ class MoE(PlannedModule):
 
 def _epsilon(norm: nn.Module | None) -> float | None:
     """Return the epsilon of a norm under either of its names."""
+    if norm is None:
+        return None
     found: float | None = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
     return found
 

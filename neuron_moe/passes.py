@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.blocks import sort_pairs
+from neuron_moe.device import is_captured
 
 _NO_BACKWARD = -1  # the number of the backward pass that is under way
 
@@ -53,7 +54,7 @@ class OwedLosses:
             output: what the layer goes on with. A backward pass that comes to it before the loss
                 was taken warns; not in a compiled graph.
         """
-        if torch.compiler.is_compiling():
+        if is_captured():
             backward = torch.ops.neuron_moe.backward_pass(loss.detach())
             self._owed.append(_Owed(backward, torch.is_grad_enabled(), partial(_itself, loss)))
             return
@@ -109,7 +110,7 @@ def count_load(load_E: Tensor, index_TK: Tensor) -> None:
         load_E: [E] int64.
         index_TK: [T, K] integer experts; -1 for none.
     """
-    if torch.compiler.is_compiling():
+    if is_captured():
         torch.ops.neuron_moe.count_load(load_E, index_TK)
     else:
         _count_load(load_E, index_TK)

@@ -5,14 +5,14 @@
 reproduced line by line, its errors included, for people who compare the two.
 
 The nki backend's kernels of experts are two: decode_moe where few tokens read each weight once, up
-to 256 of them, in prefill as in decode; blockwise_moe for more, and where blocks are asked for. The
+to 256 of them, in prefill as in decode; blockwise_moe for more, and where blocks are requested. The
 mode of the first is settled by its cost model, which knows sizes and formats.
 
 Ours, first match wins (P = pairs of this rank in the mean = T * K * E_local / E):
 
 | phase | condition | path | why |
 | --- | --- | --- | --- |
-| prefill | capacity_factor drops tokens | capacity | the configuration asks for dropping |
+| prefill | capacity_factor drops tokens | capacity | the configuration requests dropping |
 | any | P < E_local | selective | fewer experts are touched than this rank holds |
 | decode, speculation | otherwise | all_experts | every weight is read once, in full runs |
 | prefill | T <= 128 | all_experts | T columns ride along a weight stream that bounds the time |
@@ -213,7 +213,7 @@ def check_compat(compat: str | None) -> None:
 def _rules(work: Workload) -> tuple[str, Reasons]:
     """Our table; see the module."""
     if work.phase in ("prefill", "training") and work.drops_tokens:
-        return "capacity", lambda: (f"capacity_factor={work.capacity_factor:g} asks for dropping",)
+        return "capacity", lambda: (f"capacity_factor={work.capacity_factor:g} requests dropping",)
     if work.phase == "training":
         return "blockwise", lambda: ("training computes every choice",)
     if work.pairs < work.num_local_experts:
@@ -295,7 +295,7 @@ def _why_not(other: str, path: str, work: Workload) -> str:
             return f"capacity_factor={work.capacity_factor:g} >= E/K drops nothing"
         return f"capacity applies to prefill, not to {work.phase}"
     if path == "capacity":
-        return f"capacity_factor={work.capacity_factor:g} asks for dropping"
+        return f"capacity_factor={work.capacity_factor:g} requests dropping"
     if other == "selective":
         return f"{work.pairs:g} pairs would read weights for {touched:.1f} distinct experts"
     if other == "all_experts":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.device import is_traced
+from neuron_moe.device import is_captured, is_captured_by_dynamo, is_traced
 from neuron_moe.explain import Explanation, explain_path
 from neuron_moe.paths import Decision, Workload
 from neuron_moe.router import Router, Routing
@@ -61,7 +61,7 @@ class FusedOutput(NamedTuple):
     Attributes:
         output_TH: a partial sum of this rank, in float32 or rounded; with the residual if
             `adds_input`.
-        index_TK: int32 experts of the model, if the layer asked for them.
+        index_TK: int32 experts of the model, if the layer requested them.
     """
 
     output_TH: Tensor
@@ -126,7 +126,7 @@ class LayerParts:
         needs_quantized: plain expert weights are refused in decode.
         adds_input: the residual stream comes in and goes out, and no sum over ranks comes after
             the launch.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
         forms: where forms of the weights are kept.
     """
 
@@ -159,7 +159,7 @@ class LayerParts:
         return self.forms.get(f"{name} of {held}", make)
 
     def workload(self, step: Step) -> Workload:
-        """Return the sizes that decide how a step is computed, at the block size asked for."""
+        """Return the sizes that decide how a step is computed, at the block size requested."""
         return Workload(
             step.phase,
             step.tokens,
@@ -269,7 +269,7 @@ class Plan(ABC):
 
 
 def kept_note(tuning: Tuning) -> tuple[str, ...]:
-    """Return what training keeps of the experts, if that was asked for."""
+    """Return what training keeps of the experts, if that was requested."""
     if tuning.save_percent is None:
         return ()
     return (f"training keeps {tuning.save_percent} % of the first projections' results",)
@@ -309,11 +309,11 @@ class PlannedModule(nn.Module):
 
     def plan(self, step: Step) -> Plan:
         """Return how a step is computed here; the very object that runs it."""
-        if torch.compiler.is_dynamo_compiling() and self._plans_ahead:
+        if is_captured_by_dynamo() and self._plans_ahead:
             step = step.static()
             self._make_ready(*step)
             return self._plans.in_graphs.find(step)
-        if torch.compiler.is_compiling():
+        if is_captured():
             return self._make(step, self._plans.forms.fixed())
         return self._find(step)
 
@@ -430,7 +430,7 @@ def _forget_plans(module: PlannedModule, _keys: object) -> None:
 
 
 def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
-    """Return the weights of some modules as they are; None if they cannot be told apart later."""
+    """Return the weights of some modules as they are; None if they cannot be compared later."""
     parts = [part for module in modules if module is not None for part in module.modules()]
     if any(is_traced(each[-1]) for part in parts for each in _weights_of(part)):
         return None  # what is made of them is a part of the graph, not of this process

@@ -119,7 +119,7 @@ def mix_sparsely(
 ) -> Routing:
     """Choose the two experts of the highest logits, and weigh each by a softmax of its own.
 
-    A softmax is over the experts that are left and whose logit l lies near the highest m of them:
+    A softmax is over the experts that are left and whose logit l is near the highest m of them:
     (m - l) / max(|l|, m) <= 2 * jitter. Source: arXiv 2409.12136, for inference.
 
     Args:

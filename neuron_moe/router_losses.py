@@ -110,7 +110,7 @@ class LossTokens(NamedTuple):
 def router_losses(
     routing: Routing, act_fn: str, weights: RouterLosses, tokens: LossTokens
 ) -> dict[str, Tensor]:
-    """Return the weighted losses that are asked for, this rank's part of each.
+    """Return the weighted losses that are requested, this rank's part of each.
 
     Args:
         routing: of the own tokens; a token whose first choice is -1 is padding.
@@ -147,7 +147,7 @@ def router_losses(
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the sum of the losses of a model's routers since it was last asked for, with gradient.
+    """Return the sum of the losses of a model's routers since it was last requested, with gradient.
 
     Part of the loss like any other: whatever divides or scales the loss for batches in parts or
     narrow gradients, scales these as well.

@@ -85,7 +85,7 @@ class RouterSpec:
         table_size: V, if a table [V, K] of token ids chooses the experts, which scores weigh
             (DeepSeek-V4's first layers); 0 if scores choose.
         mixer_jitter: e, if two experts are chosen and weighed by sparsemixer (Phi-3.5): each by a
-            softmax over what is left and lies no more than a share of 2 e below the highest
+            softmax over what is left and is no more than a share of 2 e below the highest
             logit; None if not.
         logit_softcap: c, if logits l are c * tanh(l / c) (Laguna); 0 if not.
 
@@ -372,7 +372,7 @@ class Tuning:
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
     """
 
     block_size: int | None = None

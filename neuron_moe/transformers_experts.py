@@ -82,7 +82,7 @@ def register_experts(
         if not hidden_TH.shape[0]:
             return hidden_TH * affinities_TK.sum()
         plan = chosen.plan(parts, Step("prefill", hidden_TH.shape[0]))
-        is_here = index_TK < num_experts  # transformers' mark of another rank's expert lies beyond
+        is_here = index_TK < num_experts  # transformers' mark of another rank's expert is beyond
         routing = LocalRouting(
             torch.where(is_here, index_TK, NO_EXPERT).to(torch.int32),
             torch.where(is_here, affinities_TK.float(), 0.0),

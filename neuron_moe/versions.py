@@ -18,7 +18,7 @@ class Supported(NamedTuple):
         package: its distribution's name.
         least: the first version that is taken.
         below: the first later one that is not.
-        sdk: the Neuron SDK that brings `least`; '' if none does.
+        sdk: the Neuron SDK that ships `least`; '' if none does.
         why: what the bounds rest on.
     """
 

@@ -1,6 +1,6 @@
 """What the kernels return: shapes and element types, known before they run.
 
-A graph that is captured asks for them; the kernels allocate their outputs by the same formulas.
+A graph that is captured needs them; the kernels allocate their outputs by the same formulas.
 """
 
 from __future__ import annotations

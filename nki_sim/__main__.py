@@ -124,7 +124,7 @@ def _precedent(args: argparse.Namespace) -> int:
     table = Table.read(args.table)
     with recording() as recorder:
         _simulate(args, TIMES_ONLY)
-    sys.stdout.write("".join(f"{line}\n" for line in table.told(recorder)))
+    sys.stdout.write("".join(f"{line}\n" for line in table.report(recorder)))
     if args.json is not None:
         args.json.write_text(json.dumps(table.counts(recorder), indent=1) + "\n")
     return 0
@@ -147,8 +147,8 @@ def _run(args: argparse.Namespace) -> int:
         shown = np.array2string(value, threshold=16, precision=5)
         sys.stdout.write(f"{name} {list(value.shape)} {value.dtype}\n{shown}\n")
     for finding in run.findings:
-        told = not finding.location or finding.text.startswith(finding.location)
-        place = "" if told else f"{finding.location}: "
+        has_place = not finding.location or finding.text.startswith(finding.location)
+        place = "" if has_place else f"{finding.location}: "
         sys.stdout.write(f"{place}finding {finding.kind}: {finding.text}\n")
     if args.save is not None:
         np.savez(args.save, allow_pickle=False, **outputs)

@@ -106,7 +106,7 @@ class OldName:
         refuse_old(self._name, self._old)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise OldDialectError for what the allocators of the compiler were asked for."""
+        """Raise OldDialectError for what was wanted of the allocators of the compiler."""
         if name not in ("alloc", "auto_alloc", "mod_alloc"):
             raise AttributeError(name)
         refuse_old(self._name, self._old)

@@ -47,7 +47,7 @@ class DType(str):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The NumPy type, under the name that NumPy asks for."""
+        """The NumPy type, under the name that NumPy requests."""
         return self.numpy
 
     @property

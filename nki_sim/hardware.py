@@ -43,7 +43,7 @@ class Hardware:
     """One NeuronCore of one chip generation, and what it shares with its neighbours.
 
     Units are in the names; a byte per nanosecond is a gigabyte per second. `*_cycles` count cycles
-    of the engine in question. `provenance(field)` tells the source of each number.
+    of the engine in question. `provenance(field)` names the source of each number.
     """
 
     name: str

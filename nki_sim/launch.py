@@ -102,7 +102,7 @@ class Run:
     @functools.cached_property
     def timeline(self) -> Any:
         """The engine times of the trace; computed on first use."""
-        from nki_sim.time import schedule  # here, as a run that asks for no times starts faster
+        from nki_sim.time import schedule  # here, as a run that requests no times starts faster
 
         return schedule(self.trace, hardware.find(self.machine.target.name))
 
@@ -151,7 +151,7 @@ class Kernel:
 
 
 def _grid(grid: Any) -> tuple[int, ...]:
-    """Return the cores that a launch bracket asks for, by axis.
+    """Return the cores that a launch bracket requests, by axis.
 
     The language has one axis of 1 or 2 cores; more axes are those of the first NKI.
     """

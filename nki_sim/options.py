@@ -37,7 +37,7 @@ class SimOptions:
             fills and sums in PSUM wait for their first use, as the compiler's scheduler may.
         overlap: reads of a tensor whose bytes another tensor at the same address has overwritten.
         races: unordered accesses of two cores to the same shared bytes.
-        accumulate: matmuls that add to PSUM which no matmul has written, or overwrite what lies
+        accumulate: matmuls that add to PSUM which no matmul has written, or overwrite what is
             there unread.
         scatter: rows that an indexed write gets several different values for, but for the last row
             of a tensor, where token lists put their padding, which is reported.

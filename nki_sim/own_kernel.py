@@ -53,7 +53,7 @@ def load_kernel(place: str) -> Any:
             f"kernel {place}: no such file. Give FILE.py:NAME, as in my_kernels.py:exp."
         )
     provide()
-    with _told_as_theirs(f"kernel {place}"):
+    with _as_their_error(f"kernel {place}"):
         module = _import(path.resolve())
     if not callable(getattr(module, name, None)):
         kernels = [known for known, value in vars(module).items() if isinstance(value, Kernel)]
@@ -81,7 +81,7 @@ def _import(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _told_as_theirs(what: str, texts: Sequence[str] = ()) -> Iterator[None]:
+def _as_their_error(what: str, texts: Sequence[str] = ()) -> Iterator[None]:
     """Turn whatever a user's code raises into one sentence with the place in that code.
 
     Args:
@@ -102,11 +102,11 @@ def _told_as_theirs(what: str, texts: Sequence[str] = ()) -> Iterator[None]:
             if frame.filename != __file__ and PACKAGE_DIR not in frame.filename
         ]
         place = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
-        told = f"{what} fails: {type(error).__name__}: {error}{place}"
+        message = f"{what} fails: {type(error).__name__}: {error}{place}"
         if texts:
             given = ", ".join(map(repr, texts))
-            told += f". Given as text: {given}; a tensor is written 128x4096:bfloat16"
-        raise ValueError(told) from error
+            message += f". Given as text: {given}; a tensor is written 128x4096:bfloat16"
+        raise ValueError(message) from error
 
 
 def read_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
@@ -184,7 +184,7 @@ def simulate(
     except TypeError as error:
         raise ValueError(f"arguments: {error}. It is {function.__name__}{signature}.") from None
     texts = [value for value in (*by_position, *by_name.values()) if isinstance(value, str)]
-    with _told_as_theirs(function.__name__, texts):
+    with _as_their_error(function.__name__, texts):
         if options.mode == "indices":
             with suppress(UnknownValue):
                 return _start(kernel, by_position, by_name, lnc, options)

@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 # What the documentation or the vendor's tracker says of uses, in our words: instruction, what
-# stands in kind and value, and the sentence with its reference. The first that fits is told.
+# stands in kind and value, and the sentence with its reference. The first that fits is shown.
 _REMARKS: Final = (
     (
         "dma_transpose",
@@ -729,7 +729,7 @@ class Table:
     def without(self, recorder: Recorder) -> list[Missing]:
         """Return the uses that no source shows and no page documents, at every line that has one.
 
-        Of an instruction that no source has, nothing else is told.
+        Of an instruction that no source has, nothing else is reported.
         """
         missing = []
         known = {use.op for found in self.uses.values() for use in found}
@@ -753,7 +753,7 @@ class Table:
         missing = [asdict(one) for one in self.without(recorder)]
         return {"uses": len(most), "sources": shown, "without": missing}
 
-    def told(self, recorder: Recorder) -> list[str]:
+    def report(self, recorder: Recorder) -> list[str]:
         """Return lines about a comparison: how many uses each source shows, and the others, each
         with its first line and how many more it has.
         """

@@ -99,7 +99,7 @@ class ComputeFacts(NamedTuple):
     is whatever else the instruction scales with (k of topk, indices of a gather);
     `reads_accumulator` is true where it stores an accumulator register; `is_dynamic` where a number
     known at run time only is in the address of an operand; `wide_stride` where the elements of one
-    lie more than 16 bytes apart.
+    are more than 16 bytes apart.
     """
 
     elements: int

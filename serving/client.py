@@ -28,7 +28,7 @@ class Server:
 
 @dataclass(slots=True)
 class Completion:
-    """What a request brought.
+    """What a request yielded.
 
     Attributes:
         token_ids: of the answer.

@@ -10,8 +10,8 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 def server_environment(ranks: int, threads: int = 1) -> dict[str, str]:
     """Return the variables to start vLLM with.
 
-    Threads that wait for each other on cores that others use cost far more than they bring, so
-    that each rank has one unless more are asked for. None is bound to a core, unless the caller's
+    Threads that wait for each other on cores that others use cost far more than they gain, so
+    that each rank has one unless more are requested. None is bound to a core, unless the caller's
     environment says so: two servers would be bound to the same ones, and vLLM's own choice takes
     all cores of a socket.
 

@@ -1,4 +1,4 @@
-"""A model as one graph of torch.compile: what lies around attention and experts is joined.
+"""A model as one graph of torch.compile: what is around attention and experts is joined.
 
 Attention is vLLM's operator already, and so are dense projections where it computes them. Experts,
 recurrences, attention to entries and projections in a form of our own become operators that a graph
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuron_moe.device import is_captured
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import StateView
 from neuron_moe.models.compressed_attention import CompressedAttention
@@ -137,7 +138,7 @@ def _join_experts(moe: MoE) -> None:
         joined[phase] = JoinedPlan(one.step, one.decision, one.parts, _hide(compute), compute_one)
 
     def plan(step: Step) -> Plan:
-        return joined[step.phase] if torch.compiler.is_compiling() else plan_of(step)
+        return joined[step.phase] if is_captured() else plan_of(step)
 
     moe.plan = plan  # type: ignore[method-assign]
     _count_in_place(experts)

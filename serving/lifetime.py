@@ -1,4 +1,4 @@
-"""The life of a server's processes: they end when told, and with the process that started them.
+"""The life of a server's processes: they end on request, and with the process that started them.
 
 Nothing here imports torch: a server watches for the end of its parent before anything else.
 """

@@ -7,7 +7,7 @@ Prefill goes through the plugin's functions where it has them: they are kernels.
 decode computes the projections, too, and is not used.
 
 Of a model with recurrent layers all layers share pages ("page major"): keys and values of a block
-lie in one page, the state of a sequence in another. A page may hold what another layer left, so
+are in one page, the state of a sequence in another. A page may hold what another layer left, so
 what was not written is never multiplied. The runner adds two pages: zeros, for who reads no page,
 and one that takes what is written for none.
 

@@ -129,7 +129,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             vision_neuron_config: those; the text model has no use for them.
 
         Raises:
-            ValueError: something is asked for that this model does not do.
+            ValueError: something is requested that this model does not do.
         """
         settings = text_neuron_config if neuron_config is None else neuron_config
         _check_config(settings)
@@ -225,9 +225,9 @@ class NeuronMoeNativeForCausalLM(nn.Module):
             pages, wanted = kv_caches.get(name), self._pages_of(attention)
             found = None if pages is None else [(*each.shape, each.dtype) for each in pages]
             if pages is None or found is None or not _are_pages(found, wanted):
-                told = ", ".join(map(str, wanted)).replace("None", "any")
+                allowed = ", ".join(map(str, wanted)).replace("None", "any")
                 raise ValueError(
-                    f"kv_caches[{name!r}]: {found}, must be {told}. Allocate what get_kv_spec()"
+                    f"kv_caches[{name!r}]: {found}, must be {allowed}. Allocate what get_kv_spec()"
                     " says, unpacked, and leave --kv-cache-dtype out."
                 )
             caches.append(tuple(pages))
@@ -257,7 +257,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
         **_more: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return logits [n, V] of the sampled positions; where they are sampled on the device,
-        tokens [n] and the logits, if they were asked for.
+        tokens [n] and the logits, if they were requested.
 
         Args:
             input_ids: [T] token ids, padded to the bucket.

@@ -1,4 +1,4 @@
-"""What a server may be told of our models beside its own settings, and what it must be told.
+"""What a server may be given for our models beside its own settings, and what it must be given.
 
 vLLM hands `additional_config` to models unread; ours is the part under OPTIONS_KEY.
 """
@@ -206,7 +206,7 @@ def check_servable(model: DecoderModel, longest: int) -> None:
 
 
 def check_product_form(model: DecoderModel, options: ServingOptions) -> None:
-    """Raise ValueError where vLLM's kernel is asked for and cannot compute some experts."""
+    """Raise ValueError where vLLM's kernel is requested and cannot compute some experts."""
     if options.product_form != VLLM_FORM:
         return
     for name, experts in model.named_modules():

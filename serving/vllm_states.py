@@ -2,8 +2,8 @@
 
 A sequence has one page in each such layer, which holds all that the layer knows of it; of models
 whose layers all keep entries, one for all of them (`serving/vllm_entries.py`). vLLM says
-which page that is, and lines sequences up: first those that bring one token and go on, then those
-that bring several or begin.
+which page that is, and lines sequences up: first those that add one token and go on, then those
+that add several or begin.
 
 Letters: T tokens of all sequences, U sequences of one token, S tokens of one sequence.
 """
@@ -48,7 +48,7 @@ class StatePages(MambaBase):  # type: ignore[misc]
     """Pages of states, of which a sequence has one; every rank keeps them whole.
 
     To vLLM a page is so many bytes. It holds the states in turn, the last first: that is the one
-    of float32, so that each lies at a multiple of its numbers' size.
+    of float32, so that each is at a multiple of its numbers' size.
 
     Args:
         shapes: of the states.

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
 HAS_GPU = cuda_devices() > 0
 ALONE = "NEURON_MOE_TEST_ALONE"
-RANKS_ALONE = "NEURON_MOE_TEST_RANKS_ALONE"  # asks for it without a GPU, too
+RANKS_ALONE = "NEURON_MOE_TEST_RANKS_ALONE"  # requests it without a GPU, too
 
 
 # Kernels on the simulator beside float64 and torch; more carry the mark `numeric` themselves.
@@ -47,7 +47,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     A backward pass of an earlier test starts CUDA and autograd's threads: no fork takes them along.
     A torch that is built for CUDA starts the threads although its GPUs are hidden. Without one a
-    test with the mark `alone` asks for it: what another library starts is not ours to know.
+    test with the mark `alone` requests it: what another library starts is not ours to know.
     """
     is_marked = pyfuncitem.get_closest_marker("alone") is not None
     is_asked = is_marked or HAS_GPU or RANKS_ALONE in os.environ

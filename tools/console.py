@@ -1,4 +1,4 @@
-"""What the subcommands share: progress bars on standard error, tables, JSON if asked for."""
+"""What the subcommands share: progress bars on standard error, tables, JSON if requested."""
 
 import json
 import sys
@@ -71,7 +71,7 @@ def weight_file_bytes(folder: Path) -> int:
 
 
 def tell_json(asked: Path | None, command: str, **values: Any) -> None:
-    """End a command with its results for programs, where that was asked for.
+    """End a command with its results for programs, where that was requested.
 
     Args:
         asked: of `add_json_option`: PRINTED for a line, a file, or None for nothing.

@@ -48,8 +48,8 @@ class Menu:
         ]
         lab = {name for name, (module, _) in self.others.items() if module.startswith("lab.")}
         rows += [
-            textwrap.fill(f"{told}: {', '.join(names)}", columns, subsequent_indent="  ")
-            for told, names in (
+            textwrap.fill(f"{heading}: {', '.join(names)}", columns, subsequent_indent="  ")
+            for heading, names in (
                 ("also", [name for name in self.others if name not in lab]),
                 ("in a checkout, for maintainers", [name for name in self.others if name in lab]),
             )
@@ -85,7 +85,7 @@ def load(entry: str) -> Any:
     """Return the module of an entry.
 
     Args:
-        entry: below `neuron_moe.tools`, or of `lab`, which lies beside the package in a checkout.
+        entry: below `neuron_moe.tools`, or of `lab`, which is beside the package in a checkout.
 
     Raises:
         ValueError: one of `lab`, and there is no checkout.

@@ -22,9 +22,9 @@ MODEL_HELP = (
 )
 
 
-def add_checkpoint_option(parser: Parser, told: str = CHECKPOINT_HELP) -> None:
+def add_checkpoint_option(parser: Parser, text: str = CHECKPOINT_HELP) -> None:
     """Add --model and --download, which `checkpoint_of` reads."""
-    parser.add_argument("--model", type=Path, required=True, help=told)
+    parser.add_argument("--model", type=Path, required=True, help=text)
     add_download_option(parser)
 
 
@@ -51,7 +51,7 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
 def read_model(
     name: Path | str, *, download: bool = False
 ) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Return config.json and, where weights lie beside it, the checkpoint.
+    """Return config.json and, where weights are beside it, the checkpoint.
 
     Args:
         name: a checkpoint as `find_checkpoint` knows them, a config.json, or any name of a shipped

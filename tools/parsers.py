@@ -1,4 +1,4 @@
-"""How every command reads its arguments and tells about itself: one screen, with an example."""
+"""How every command reads its arguments and describes itself: one screen, with an example."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Described(Exception):
     """
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__("asked for what a command takes")
+        super().__init__("help was requested")
         self.parser = parser
 
 
@@ -142,10 +142,10 @@ class Parser(argparse.ArgumentParser):
         text = "of the kernel: [NAME=]128x512:float32, FILE.npy, or a value"
         self.add_argument("--args", nargs="*", default=[], metavar="A", help=text)
 
-    def add_features_option(self, told: str = "what plans may use; docs/open_features.md") -> None:
+    def add_features_option(self, text: str = "what plans may use; docs/open_features.md") -> None:
         """Add --features, a value of `Tuning.features`."""
-        told += ": safe (default), open, or a file of verdicts"
-        self.more.add_argument("--features", type=read_features, default="safe", help=told)
+        text += ": safe (default), open, or a file of verdicts"
+        self.more.add_argument("--features", type=read_features, default="safe", help=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as `argparse` does, or raise Described."""
@@ -160,8 +160,8 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         wrong = [word for word in words if not any(name.startswith(word) for name in known)]
         for word in wrong:
-            told = "" if word in message else f" {word} is unknown."
-            message = f"{message}.{told}{did_you_mean(word, known)}".rstrip(".")
+            unknown = "" if word in message else f" {word} is unknown."
+            message = f"{message}.{unknown}{did_you_mean(word, known)}".rstrip(".")
         super().error(message)
 
     def format_usage(self) -> str:

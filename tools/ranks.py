@@ -167,7 +167,7 @@ def _child(
     try:
         with _connected(rank, tp * ep, address), _place(tp, ep, timeout_s):
             tell()
-    except Exception:  # noqa: BLE001  rank 0 says what it was told, or what it saw
+    except Exception:  # noqa: BLE001  rank 0 says what it was sent, or what it saw
         sys.exit(1)
 
 

@@ -1,6 +1,6 @@
 """The same checkpoint in transformers and in ours: logits of both, token by token.
 
-transformers is imported here only, and only when asked for: it is the reference of the demo and of
+transformers is imported here only, and only when requested: it is the reference of the demo and of
 the tests, not something the product needs.
 
 Letters: U sequences, S positions, V vocabulary.

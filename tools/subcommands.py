@@ -21,7 +21,7 @@ SUBCOMMANDS = {
     "chip": ("commands.chip", f"settle it on a Trainium 2: {', '.join(chip.MENU.entries)}"),
 }
 OTHERS = {
-    "completion": ("commands.completion", "a script: bash or zsh completes options and values"),
+    "completion": ("completion", "a script: bash or zsh completes options and values"),
     "explain": ("commands.explain", "how a MoE layer computes a step: inspect --explain"),
     "place": ("commands.place", "place experts on ranks by recorded load: plan --place"),
     "bench": ("lab.bench.menu", "benchmarks"),

@@ -73,7 +73,7 @@ class Task:
 
     Attributes:
         prompt: token ids.
-        new_tokens: how many are asked for; no token stops earlier.
+        new_tokens: how many are requested; no token stops earlier.
     """
 
     prompt: list[int]

@@ -7,7 +7,7 @@ Writes random weights with the layer sizes of Qwen3-30B-A3B, as many layers as f
 makes of them. A fresh process then reads the part of the last rank from each, piece by piece, and
 drops the pieces of a layer when the next layer begins, as a loader that fills a device would.
 
-The share is what the rank holds. Asked for are the bytes the reader copies out of the files; in
+The share is what the rank holds. Requested are the bytes the reader copies out of the files; in
 pages are all bytes of the pages that hold them, below which no reader through the page cache comes:
 of a matrix that is cut along its rows, these are all. From disk are those that the process caused
 to be read (/proc/self/io) after the files were dropped from the page cache.
@@ -56,7 +56,7 @@ _POOL_VALUES = 1 << 24
 
 
 class TouchedPages:
-    """The pages of files in which something lies that was asked for."""
+    """The pages of files that hold what was requested."""
 
     def __init__(self) -> None:
         self._starts_minus_ends: dict[Path, np.ndarray] = {}
@@ -86,7 +86,7 @@ class TouchedPages:
 
 @dataclass(frozen=True)
 class CountedCheckpoint(Checkpoint):
-    """A checkpoint that counts the bytes copied out of its files, and the pages they lie in."""
+    """A checkpoint that counts the bytes copied out of its files, and the pages they are in."""
 
     counts: list[int] = field(default_factory=list)
     pages: TouchedPages = field(default_factory=TouchedPages)
@@ -260,7 +260,7 @@ def _growth(row: dict[str, Any]) -> int:
 
 
 def _holds(rows: dict[str, dict[str, Any]]) -> bool:
-    """Say whether memory and bytes asked for stay within the limits."""
+    """Say whether memory and bytes requested stay within the limits."""
     return all(
         _growth(row) <= row["layer_bytes"] + SLACK_BYTES
         and row["asked_bytes"] <= MOST_READ * row["share_bytes"]
@@ -273,7 +273,7 @@ def _print_rows(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> No
         (
             "",
             "share",
-            "asked for",
+            "requested",
             "in pages",
             "from disk",
             "layer",
@@ -303,7 +303,7 @@ def _print_rows(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> No
     print(format_table(table))
     print(
         f"\nlimits: memory grows by a layer and {format_bytes(SLACK_BYTES)} at most, {MOST_READ} x"
-        " the share is asked for  [measured]"
+        " the share is requested  [measured]"
     )
 
 

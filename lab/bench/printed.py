@@ -16,7 +16,7 @@ from neuron_moe.tools.pages.pictures import picture_of
 
 _SECTION = "== "
 _BOUNDS = ("roofline_us", "hbm_bound_us")
-_LONG = 40  # rows or lines of what is shown when it is asked for
+_LONG = 40  # rows or lines of what is shown when it is requested
 _NARROW = 4.0  # largest over least of an axis with numbers between powers of ten
 
 
@@ -25,7 +25,7 @@ class Tee(io.TextIOBase):
 
     Args:
         stream: to write to.
-        keeps_json: lines of JSON are kept alone, as nobody asked for them.
+        keeps_json: lines of JSON are kept alone, as nobody requested them.
     """
 
     def __init__(self, stream: TextIO, *, keeps_json: bool = False) -> None:
@@ -75,7 +75,7 @@ def _last_words(lines: Sequence[str]) -> str:
 
 def sections_of(lines: Sequence[str]) -> Iterator[Section]:
     """Yield what stands before the first line that begins a section, and each section; long tables
-    and runs of lines are shown when they are asked for.
+    and runs of lines are shown when they are requested.
     """
     starts = [number for number, line in enumerate(lines) if line.startswith(_SECTION)]
     for first, end in pairwise([-1, *starts, len(lines)]):

@@ -4,7 +4,7 @@
 
 Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
 vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so
-that load from outside hits them alike. Each client asks for one answer after the other; rates are
+that load from outside hits them alike. Each client requests one answer after the other; rates are
 answer tokens a second of all clients together. At the end it tells the peak memory of both. Without
 --model it is a random Qwen3-MoE of 1.2 GB.
 """
@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         rates, peaks = _rates(folder, args)
     rows = [_row(clients, each) for clients, each in rates.items()]
     _print_table(rows)
-    told = ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items())
-    print(f"peak memory: {told}, ratio {peaks[OURS] / peaks[THEIRS]:.2f}")
+    text = ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items())
+    print(f"peak memory: {text}, ratio {peaks[OURS] / peaks[THEIRS]:.2f}")
     tell_json(
         args.json,
         "bench serve",

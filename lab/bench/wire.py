@@ -5,7 +5,7 @@
 Runs a layer with the hidden size, experts and choices of GPT-OSS-120B (and a narrow intermediate
 axis, which no byte depends on) over processes of this machine, for every expert-parallel degree:
 sequence-parallel replicate-and-reduce, the same with logits gathered as a naive router does,
-all-to-all, and the all-reduce of replicated tokens. Counted are the bytes that collectives bring to
+all-to-all, and the all-reduce of replicated tokens. Counted are the bytes that collectives send to
 a rank; read are those that its TCP sockets received.
 """
 
@@ -151,7 +151,7 @@ def draw_wire(results: list[Measurement], ranks: int, tokens: int, path: Path) -
         degrees = [r.ep for r in rows]
         formula = [r.formula_bytes / 2**20 for r in rows]
         counted = [r.counted_bytes / 2**20 for r in rows]
-        # Ways with the same bytes lie on each other: the first ones are drawn wider.
+        # Ways with the same bytes are on each other: the first ones are drawn wider.
         width = len(_COLOURS) - number
         axes.plot(degrees, formula, "-", color=colour, linewidth=1.2 * width, alpha=0.8)
         axes.plot(

@@ -117,7 +117,7 @@ def run_cases(
 ) -> list[Outcome]:
     """Run cases with a progress bar; return outcomes in the order of the cases.
 
-    Those of other kernels are told in any case: to skip them takes no time.
+    Those of other kernels are shown in any case: to skip them takes no time.
     """
     return run_in_turn(
         cases,

@@ -27,10 +27,10 @@ from typing import Any, Final
 
 import nki_kernels
 import nki_sim
+from lab.check.chip_cases import SMALL
 from lab.check.kernel_cases.decode_models import decode_model_cases
 from lab.check.kernel_cases.models import LAYERS, model_cases
 from lab.check.kernels import NO_LIMITS, run_case, sample
-from lab.chip.cases import SMALL
 from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
 from neuron_moe.configs import config_names
@@ -156,8 +156,8 @@ def _run_experts(
 
 def class_of(kernel: Any, cores: int, arguments: Mapping[str, Any]) -> str:
     """Return what launches of one class share, as a digest; see the head of this file."""
-    told = [(name, _class(value)) for name, value in sorted(arguments.items())]
-    return hashlib.sha256(repr((_name(kernel), cores, told)).encode()).hexdigest()[:16]
+    classes = [(name, _class(value)) for name, value in sorted(arguments.items())]
+    return hashlib.sha256(repr((_name(kernel), cores, classes)).encode()).hexdigest()[:16]
 
 
 def _class(value: Any) -> Any:
@@ -302,8 +302,8 @@ def record_ours(file: UsesFile, jobs: int, *, is_quick: bool) -> int:
     left = [(name, run) for name, run in runs if name not in done]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for number, (name, why) in enumerate(pool.map(partial(_one, file), left), 1):
-            told = f": {why}" if why else ""
-            print(f"{number} of {len(left)}: {name}{told}", file=sys.stderr)
+            reason = f": {why}" if why else ""
+            print(f"{number} of {len(left)}: {name}{reason}", file=sys.stderr)
     return len(runs)
 
 

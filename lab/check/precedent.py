@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         failed = {line["run"]: line["failed"] for line in file.lines() if line.get("failed")}
     about = {"runs": total, "failed": failed, "launches": recorder.runs}
     report = table.counts(recorder) | about
-    print(f"{total} runs, {len(failed)} failed; {recorder.runs} launches told something new")
-    print("\n".join(table.told(recorder)))
+    print(f"{total} runs, {len(failed)} failed; {recorder.runs} launches showed something new")
+    print("\n".join(table.report(recorder)))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -1,6 +1,6 @@
 """A simulated chip with the public bugs of compiler and runtime, found by what a kernel issues.
 
-A bug is told by the instructions, not by who asks, so that a kernel of ours meets it as a probe
+A bug is known by the instructions, not by who asks, so that a kernel of ours meets it as a probe
 does. A device without an answer stays so for every process that follows, until it is reset: that is
 a file in the folder that FOLDER names.
 """

@@ -4,7 +4,7 @@
 
 Runs micro-kernels in turn for some thousand rounds, takes the drift of the clock out, and finds the
 coefficients that explain all times; then times ten kernels of ours that played no part, beside what
-the simulator says with the new coefficients, and says which of our conclusions turn. The result
+the simulator says with the new coefficients, and says which of our conclusions flip. The result
 file is what `--hardware` of other commands reads. With `--against sim:SEED` the chip is a simulator
 whose coefficients are drawn at random and known to nobody until the end.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lab.chip.choices import turned
+from lab.chip.choices import flipped
 from lab.chip.coefficients import LAUNCH, NOT_MEASURED, chip_with
 from lab.chip.conclusions import hold_against
 from lab.chip.devices import find_device
@@ -54,7 +54,7 @@ class Calibration:
         held_out: kernels, predicted and true microseconds, launch left out.
         truth: hidden coefficients of a stand-in, empty for a chip.
         conclusions: of ours, and whether they hold.
-        choices: of plan, block size and mode that turn.
+        choices: of plan, block size and mode that flip.
     """
 
     observed: Observed
@@ -180,7 +180,7 @@ def conclude(
         ],
         truth={} if stand_in is None else stand_in.truth,
         conclusions=hold_against(chip) if with_conclusions else [],
-        choices=turned(chip) if with_conclusions else [],
+        choices=flipped(chip) if with_conclusions else [],
     )
 
 
@@ -213,7 +213,7 @@ def _held_out_table(held_out: Sequence[dict[str, Any]]) -> str:
 def _conclusions_table(conclusions: Sequence[dict[str, Any]]) -> str:
     rows = [["conclusion of ours", "ratio as published", "ratio here", ""]]
     for one in conclusions:
-        mark = "" if one["holds"] else "turns"
+        mark = "" if one["holds"] else "flips"
         rows.append([one["claim"], f"{one['ratio']:.2f}", f"{one['ratio_here']:.2f}", mark])
     return format_table(rows)
 

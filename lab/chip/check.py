@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import lab
+from lab.check.chip_cases import CASES, FULL, SMALL
 from lab.chip.bugs import FOLDER, wedged_file
-from lab.chip.cases import CASES, FULL, SMALL
 from lab.chip.devices import WITH_BUGS, bugs_of, find_device
 from lab.chip.duration import check_sum
 from lab.chip.open_features.listing import ALIVE, OPEN_FEATURES
@@ -88,7 +88,7 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check; return 0 if all is right but what is dangerous and was not asked for, else 1."""
+    """Check; return 0 if all is right but what is dangerous and was not requested, else 1."""
     options = _parse(argv)
     facts = _environment(options)
     for fact in facts:
@@ -179,7 +179,7 @@ def _environment(options: argparse.Namespace) -> list[Fact]:
 
 
 def danger(name: str) -> str:
-    """Return why a row runs last and only if asked for, or ""."""
+    """Return why a row runs last and only if requested, or ""."""
     return FEATURES[name].danger if name in FEATURES else ""
 
 
@@ -193,7 +193,7 @@ def in_order() -> list[str]:
 
 
 def _names(options: argparse.Namespace) -> list[str]:
-    """Return the names of the rows that are asked for."""
+    """Return the names of the rows that are requested."""
     found = [name for name in in_order() if options.match in name]
     if options.only == PROBES:
         return [name for name in found if name in FEATURES]
@@ -313,7 +313,7 @@ def _file_name(name: str) -> str:
 def _write_verdicts(
     options: argparse.Namespace, where: str, check: _Check, rows: Sequence[Row]
 ) -> None:
-    """Write what became of the open features; of those not asked for, what is kept."""
+    """Write what became of the open features; of those not requested, what is kept."""
     fresh = {row.name: row for row in rows}
     found = {
         feature.name: row.outcome if row is not None else "not tried"

@@ -1,7 +1,7 @@
 """What the estimates choose for the benchmarks' models: plan, block size, decode mode.
 
 All choices read the coefficients in force (`nki_kernels.common.chip.core`), so on a measured chip
-some turn out otherwise.
+some come out otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def choices_on(chip: Hardware) -> dict[str, str]:
         return found
 
 
-def turned(chip: Hardware) -> list[dict[str, Any]]:
+def flipped(chip: Hardware) -> list[dict[str, Any]]:
     """Return the choices that are others on a chip than with our coefficients."""
     ours, here = _ours(), choices_on(chip)
     return [

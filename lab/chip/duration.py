@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from lab.chip.cases import CASES
+from lab.check.chip_cases import CASES
 from lab.chip.held_out import HELD_OUT
 from lab.chip.open_features.listing import OPEN_FEATURES
 from lab.chip.probes.listing import PROBES

@@ -14,10 +14,10 @@ import dataclasses
 import math
 from typing import Any
 
+from lab.check.chip_cases import CASES
 from lab.check.kernel_cases.adapters import run
 from lab.check.outcomes import tell
 from lab.check.vendor_cases.case import Case, Limits, seed_of
-from lab.chip.cases import CASES
 from lab.chip.device import Device
 from lab.chip.devices import find_device
 from lab.chip.open_features.answers import ask

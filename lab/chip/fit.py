@@ -159,7 +159,7 @@ class _Problem:
         return np.asarray(weighted.T @ weighted + np.diag(self._width**-2.0))
 
     def descend(self, state: _State, only: Sequence[int] = ()) -> _State:
-        """Take Gauss-Newton steps until they gain nothing; move some factors only, if told."""
+        """Take Gauss-Newton steps until they gain nothing; move some factors only, if given."""
         for _round in range(_ROUNDS):
             slopes = self.slopes(state, only)
             errors = (self._target - state.log_ns) * self._weight**2
@@ -207,7 +207,7 @@ class _Problem:
         """Return how far a factor can go one way until times or the assumption speak against it.
 
         0 if they do at the first step; then slopes tell. What other bounds hide can go far: the
-        best value may lie at the end of what is hidden, and the truth at the other one.
+        best value may be at the end of what is hidden, and the truth at the other one.
         """
         steps = [step for step in _LINE if step > 0.0]
         for step in itertools.chain(steps, itertools.count(steps[-1] + _FAR, _FAR)):
@@ -267,8 +267,3 @@ def _estimates(problem: _Problem, state: _State) -> dict[str, Estimate]:
             estimate=value, low=value * float(np.exp(-low)), high=value * float(np.exp(high))
         )
     return found
-
-
-def barely_visible(estimates: Mapping[str, Estimate]) -> Sequence[str]:
-    """Return the names of the coefficients that the probes leave open."""
-    return [name for name, one in estimates.items() if one.is_barely_visible]

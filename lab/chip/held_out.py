@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from lab.check.chip_cases import CASES
 from lab.check.kernel_cases.adapters import run
 from lab.check.launcher import Launched, Launcher, launching_with, simulate
 from lab.check.vendor_cases.case import Case, Limits
-from lab.chip.cases import CASES
 from lab.chip.device import Job
 
 # Which launch of which case; a prefill is index_blocks, blockwise_moe and combine.

@@ -50,7 +50,7 @@ def _total_ns(timeline: Timeline, chip: Hardware) -> float:
 
 
 class _Noting:
-    """Stands for a chip and notes which of its fields are asked for."""
+    """Stands for a chip and notes which of its fields are read."""
 
     def __init__(self, chip: Hardware) -> None:
         self._chip = chip

@@ -2,7 +2,7 @@
 
     neuron-moe chip rehearse --draws 2
 
-Each draw is a `chip calibrate --against sim:SEED`. What is told of a coefficient is the largest
+Each draw is a `chip calibrate --against sim:SEED`. What is reported of a coefficient is the largest
 error over the draws in which the probes show it, and how often they do not; of the kernels that
 played no part, the largest error of the prediction.
 """

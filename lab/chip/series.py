@@ -49,7 +49,7 @@ def measure(
         loaded: the kernels.
         rounds: launches of each.
         seed: of the orders.
-        tell: is told (rounds done, rounds in all).
+        tell: called with (rounds done, rounds in all).
     """
     random = np.random.default_rng(seed)
     log_ns = np.empty((rounds, len(loaded)))

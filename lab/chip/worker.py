@@ -16,10 +16,10 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
+from lab.check.chip_cases import CASES
 from lab.check.kernel_cases.adapters import run
 from lab.check.launcher import Launched, launching_with
 from lab.check.vendor_cases.case import Limits
-from lab.chip.cases import CASES
 from lab.chip.device import Device, Job, Loaded, Untried
 from lab.chip.devices import find_device
 from lab.chip.open_features.answers import ask

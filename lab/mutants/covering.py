@@ -69,7 +69,7 @@ class Covering:
 
     Args:
         folders: where `run_under_coverage` left its data.
-        mutants: those that will be asked for.
+        mutants: those that will be requested.
     """
 
     def __init__(self, folders: Iterable[Path], mutants: Iterable[Mutant]) -> None:

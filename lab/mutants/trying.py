@@ -16,7 +16,7 @@ from typing import NamedTuple
 SLOWER, START_S = 3, 30  # a change may make tests so much slower before they count as stuck
 HEAVY = ["numpy", "ml_dtypes", "torch", "transformers", "safetensors.torch"]
 OURS = ("tests", "neuron_moe", "nki_kernels", "nki_sim", "nki", "neuronxcc")
-QUIET = ("-W", "ignore:Module already imported")  # of what the fork brings along
+QUIET = ("-W", "ignore:Module already imported")  # of what the fork inherits
 # A process that has started CUDA cannot fork ranks; what Triton reads counts at its import.
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 _BEGUN = ".begun"  # where a run of tests writes down which it has begun

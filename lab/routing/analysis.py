@@ -46,12 +46,12 @@ def padding_rows(moe: MoE, trace: RoutingTrace, tokens: int) -> list[dict[str, A
     """
     rows = []
     for layer, load_E in enumerate(trace.load_LE(last=tokens)):
-        told = moe.explain("prefill", tokens, tokens_per_expert=load_E.tolist())
+        explanation = moe.explain("prefill", tokens, tokens_per_expert=load_E.tolist())
         rows.append(
             {
                 "layer": layer,
-                "path": told.path,
-                "block_size": told.block_size,
+                "path": explanation.path,
+                "block_size": explanation.block_size,
                 "busiest_over_mean": float(load_E.max() / load_E.mean()),
                 "padding": {
                     size: {
@@ -59,7 +59,7 @@ def padding_rows(moe: MoE, trace: RoutingTrace, tokens: int) -> list[dict[str, A
                         "expected": padding.expected,
                         "actual": padding.actual,
                     }
-                    for size, padding in told.padding_by_block_size.items()
+                    for size, padding in explanation.padding_by_block_size.items()
                 },
             }
         )
@@ -179,7 +179,7 @@ class RankBalance:
         packed: placed by load, without replicas.
         replicated: placed by load with replicas.
         replicas: how many, about an eighth of the experts.
-        ranks_a_token: ranks on which the experts of a token lie, mean, equal runs.
+        ranks_a_token: ranks on which the experts of a token are, mean, equal runs.
     """
 
     ranks: int

@@ -94,17 +94,17 @@ class Findings:
 
     def follows(self) -> list[str]:
         """Say what follows for block size, placement and comparisons."""
-        told = [self._block_size()]
+        sentences = [self._block_size()]
         if self.balance:
-            told.append(self._placement())
+            sentences.append(self._placement())
         margins = [each for trace in self.traces.values() for each in margins_of(trace)]
         if margins:
             share = sum(each.in_rounding for each in margins) / len(margins)
-            told.append(
+            sentences.append(
                 f"margins: {share:.2%} of the choices are closer than bfloat16 rounds a score of 1"
                 f" ({BF16_STEP:.4f}): there two correct implementations may choose differently"
             )
-        return told
+        return sentences
 
     def _block_size(self) -> str:
         tune = f"neuron-moe tune --trace {self.file}"

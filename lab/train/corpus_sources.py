@@ -137,7 +137,7 @@ def read_manual(root: Path) -> Iterator[Document]:
     seen: set[str] = set()
     with ThreadPoolExecutor(2) as pool:
         for page, text in zip(pages, pool.map(set_page, pages), strict=True):
-            # Several names lead to one page; its heading shows the name it was asked for by.
+            # Several names lead to one page; its heading shows the name it was requested by.
             body = text.partition("\n")[2].strip()
             if len(body) > 400 and body not in seen:
                 seen.add(body)

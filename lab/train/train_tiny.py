@@ -358,8 +358,8 @@ def _log_held_out(
         losses[name] = {domain: round(value, 5) for domain, value in bits.items()}
     log.write(json.dumps({"held_out_bits_per_byte": losses, "when": when}) + "\n")
     for name, bits in losses.items():
-        told = ", ".join(f"{domain} {value:.3f}" for domain, value in bits.items())
-        print(f"held out, {when}, {name}: {told} bits per byte", flush=True)
+        text = ", ".join(f"{domain} {value:.3f}" for domain, value in bits.items())
+        print(f"held out, {when}, {name}: {text} bits per byte", flush=True)
     return losses
 
 

@@ -144,7 +144,7 @@ def fake_quantize(weight_EIO: Tensor) -> Tensor:
     without codes: a few elementwise operations and no wait for the device.
 
     Args:
-        weight_EIO: [E, in, out] float32; groups of 32 lie along the input axis, as in the
+        weight_EIO: [E, in, out] float32; groups of 32 are along the input axis, as in the
             checkpoint, and are made from the weight in bf16, as the checkpoint is.
 
     Returns:

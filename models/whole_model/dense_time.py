@@ -4,13 +4,13 @@ Each part takes the longest of its engines and of its bytes (nothing else overla
 the tensor engine or their weights; attention the tensor engine, the exponentials of the scalar
 engine or its keys and values; norms the vector engine. Launches, copies between layouts and DMA
 runs are left out, so a time is a bound from below. Counts of instructions are those of tiles of
-128 x 128 by 512, each brought back from PSUM by one more.
+128 x 128 by 512, each copied from PSUM by one more.
 
 Letters: T tokens of a step, S of them of one sequence, C positions they see, Q and J query and
 key/value heads.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -364,8 +364,3 @@ def _longest(times_ns: dict[str, float]) -> tuple[float, str]:
     """Return the longest time in microseconds, and whose it is."""
     bound = max(times_ns, key=lambda name: times_ns[name])
     return times_ns[bound] / 1e3, bound
-
-
-def total_instructions(parts: Sequence[PartTime]) -> int:
-    """Return the instructions of a step's parts."""
-    return sum(part.count * part.instructions for part in parts)

@@ -134,7 +134,7 @@ class ServingTimes:
         tpot_ms: a decode step with the batch shared out over the replicas, at half the answer.
         tokens_per_s: of all replicas, decode alone.
         max_batch: sequences of all replicas that memory holds at full length.
-        weight_bytes, cache_bytes: of a rank; the cache at the batch asked for.
+        weight_bytes, cache_bytes: of a rank; the cache at the batch requested.
     """
 
     tp: int

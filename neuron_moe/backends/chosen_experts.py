@@ -147,7 +147,7 @@ def _compute_part(step: _Step, part: "Run", start: int, joined: "JoinedRows") ->
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
-    """Bring the pairs into the order of their experts.
+    """Put the pairs into the order of their experts.
 
     Returns:
         The experts, and the pair number (token * K + choice) of each row; None where one token has
@@ -281,7 +281,7 @@ def multiply(
     """Return rows [n, in] times the matrices of their experts, [n, out], in one of the forms.
 
     Matrices that are kept packed alone are multiplied packed whatever the form. Compiled products
-    are float32, and lie in `place_nk` if there is one; others have the dtype of the rows.
+    are float32, and are in `place_nk` if there is one; others have the dtype of the rows.
     """
     if form == COMPILED and _is_compiled(rows_nk, matrices):
         operands = (rows_nk, matrices.plain_Ekn, matrices.bias_En, *run)

@@ -4,7 +4,7 @@ One call multiplies the rows of all experts of a step, on the threads that torch
 linked to no OpenMP of its own but takes the one in the process. Where there is no C++ compiler,
 or the library does not load, the form `compiled` does not exist; nothing else changes.
 
-The library lies in the user's cache folder under a name that says source, compiler and processor,
+The library is in the user's cache folder under a name that says source, compiler and processor,
 so that a home directory may be shared by different machines.
 """
 
@@ -29,10 +29,10 @@ from neuron_moe.weights.huge_pages import request_huge_pages
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
-_LINK = ("-shared",)  # without -fopenmp: a second OpenMP would bring threads of its own
+_LINK = ("-shared",)  # without -fopenmp: a second OpenMP would start threads of its own
 _MOST_SECONDS = 120.0
 _TILES = 32  # rows, inputs and outputs that the tiles of a processor take at once
-_FEW_ROWS = 4  # of an expert on average, below which reading is the limit and turning is a loss
+_FEW_ROWS = 4  # of an expert on average, below which reading is the limit and transposing costs
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,7 +62,7 @@ def refuse_if_missing() -> None:
 
 
 def can_multiply(rows_nk: Tensor, matrices_Ekn: Tensor) -> bool:
-    """Say whether `multiply` takes these: a dtype it knows, and matrices that lie as [out, in]."""
+    """Say whether `multiply` takes these: a dtype it knows, and matrices stored as [out, in]."""
     num_inputs, num_outputs = matrices_Ekn.shape[1:]
     return (
         matrices_Ekn.dtype in DTYPES

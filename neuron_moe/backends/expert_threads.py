@@ -18,7 +18,7 @@ Task = Callable[[], None]
 
 
 class _Order(NamedTuple):
-    """What each worker gets: tasks that all of them draw from, and where to tell the end."""
+    """What each worker gets: tasks that all of them draw from, and where to report the end."""
 
     tasks: Iterator[Task]
     is_inference: bool

@@ -1,4 +1,4 @@
-"""Experts that keep for the backward pass as much as they are told to, and compute the rest again.
+"""Experts that keep for the backward pass as much as is set, and compute the rest again.
 
 A forward pass keeps its inputs, which the caller has anyway, and of the first projections' results
 h those of the first `save_percent` of all rows. The backward pass goes over the experts once: with
@@ -24,6 +24,7 @@ from torch import Tensor
 from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.backends.chosen_experts import JoinedRows, combine, take_rows
 from neuron_moe.blocks import sort_pairs
+from neuron_moe.device import is_captured
 from neuron_moe.spec import ExpertSpec, formula_of
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula
@@ -98,7 +99,7 @@ def _experts(
     """Call the function of autograd, or in a graph the operator that does the same."""
     index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
     hidden_TH, *weights = operands
-    if torch.compiler.is_compiling():
+    if is_captured():
         found: tuple[Tensor, Tensor] = torch.ops.neuron_moe.saving_experts(
             index_TK,
             hidden_TH,

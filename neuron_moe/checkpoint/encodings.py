@@ -2,13 +2,13 @@
 
 An encoding works on a matrix, or on the matrices of some experts, and says beforehand which tensors
 of which shapes come of it, so that files can be laid out before the first weight is read. Rows and
-columns lie as the checkpoint has them, so what an output channel is must be told: `in_axis` is -1
+columns are as the checkpoint has them, so what an output channel is must be given: `in_axis` is -1
 for matrices [out, in] and -2 for [in, out].
 
 e4m3 stays within 240, the range of Trainium 2, which every reader of e4m3 understands. Scales that
 are made here are powers of two: codes times scale is then exact in bfloat16, and encoding what was
 decoded changes nothing. A `scale` that the weights came with is kept where it fits, so that codes
-stay what they were, or become half of it where 240 asks for that.
+stay what they were, or become half of it where 240 requires that.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ class StoredShape:
     Args:
         dtype: of its elements.
         shape: its axes.
-        rows: how many rows of the matrix lie in one row of it.
+        rows: how many rows of the matrix are stored in one row of it.
     """
 
     dtype: torch.dtype
@@ -193,7 +193,7 @@ class Fp8Blocks(Encoding):
     def encode(
         self, key: str, values: Tensor, in_axis: int, scale: Tensor | None
     ) -> dict[str, Tensor]:
-        """Keep the scale of each block where there is one, else bring the largest code to 448."""
+        """Keep the scale of each block where there is one, else scale the largest code to 448."""
         if scale is not None:
             grid = scale[..., ::BLOCK, ::BLOCK]
             spread = grid.repeat_interleave(BLOCK, -2)[..., : values.shape[-2], :]

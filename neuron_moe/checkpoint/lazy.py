@@ -25,7 +25,7 @@ class LazyTensor:
         shape: its full shape.
         dtype: what `read` returns.
         read: returns the selected part; a selection has one entry for each axis.
-        is_transposed: whether the last two axes of what is read lie the other way in memory.
+        is_transposed: whether the last two axes of what is read are the other way in memory.
     """
 
     name: str
@@ -128,7 +128,7 @@ def pieces(
     """Cut a selection along its first axes into pieces of about `max_bytes`.
 
     Yields:
-        The piece of the selection, and where it lies in the selected tensor.
+        The piece of the selection, and where it is in the selected tensor.
     """
     shape = [len(indices) for indices in selection]
     if not shape or 0 in shape:

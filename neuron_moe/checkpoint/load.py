@@ -125,7 +125,7 @@ def stream_parameters(
 ) -> Iterator[tuple[str, Selection, Tensor]]:
     """Read parameters as `read_parameters` does, in their order, and keep none of them.
 
-    Whoever brings each piece to a device before asking for the next one holds no more than a few
+    Whoever moves each piece to a device before requesting the next one holds no more than a few
     pieces, whatever the size of the model.
 
     Yields:
@@ -194,7 +194,7 @@ def match_parameters(
         held = tuple(len(indices) for indices in selection)
         wanted = parameters[assignment.target]
         if not is_within(selection, shape):
-            problems.add("shard", f"{assignment.target}: the shard must lie within {list(shape)}")
+            problems.add("shard", f"{assignment.target}: the shard must be within {list(shape)}")
         elif held != tuple(wanted.shape):
             problems.add("shape", f"{_describe(assignment, held)} must be {list(wanted.shape)}")
         is_float = assignment.source.dtype.is_floating_point

@@ -1,4 +1,4 @@
-"""Collecting what is wrong with a checkpoint, so that one message tells all of it."""
+"""Collecting what is wrong with a checkpoint, so that one message names all of it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A strict reader of safetensors files that never holds more than the part asked for.
+"""A strict reader of safetensors files that never holds more than the part requested.
 
 The format: eight bytes, little endian, give the length of a JSON header; the header gives dtype,
 shape and byte range of each tensor; the data follows without gaps.
@@ -52,7 +52,7 @@ _CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies, without its data.
+    """Where a tensor is, without its data.
 
     Args:
         name: its key.
@@ -342,7 +342,7 @@ def _read_window(info: TensorInfo, selection: Selection) -> Tensor:
     """Copy the smallest window that holds a selection, then take the selection.
 
     Read are the bytes of the window alone: a map of the file, or the system reading ahead, would
-    bring in twice as many where a rank takes a part of each matrix (measured).
+    read twice as many where a rank takes a part of each matrix (measured).
     """
     window = tuple(hull(indices) for indices in selection)
     part = np.empty(tuple(map(len, window)), dtype=_CARRIERS[info.dtype.itemsize])
@@ -378,7 +378,7 @@ def _read_rows(
 
 
 def _read_matrix(stream: FileIO, offset: int, stride: int, rows_nb: np.ndarray) -> None:
-    """Fill rows from bytes that lie `stride` apart in a file; gaps below a page are read too."""
+    """Fill rows from bytes that are `stride` apart in a file; gaps below a page are read too."""
     num_rows, row_bytes = rows_nb.shape
     if num_rows == 1 or stride == row_bytes:
         _read_exactly(stream, offset, rows_nb)

@@ -12,7 +12,7 @@ What publishers write for a weight `X.weight` of a linear layer, [out, in]:
 
 Grids are rounded up. Scales are floats, or e8m0, powers of two in a byte. `weight_scale_inv`
 multiplies too, whatever its name says. Experts in one tensor for all, such as
-`experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The dtypes tell which form it
+`experts.gate_up_proj`, have `experts.gate_up_proj_scale` beside them. The dtypes show which form it
 is; the form of GPT-OSS has names of its own in the model's map.
 Sources: deepseek-ai/DeepSeek-V3, `README_WEIGHTS.md`; vllm-project/compressed-tensors.
 """
@@ -41,7 +41,7 @@ _LARGEST_SAFE_SCALE = 1e33  # times 57344, the largest code, is finite in float3
 class _Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype:
-        """Of what lies in the file."""
+        """Of what is in the file."""
 
     @property
     def shape(self) -> tuple[int, ...]:

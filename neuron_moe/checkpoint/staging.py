@@ -1,7 +1,7 @@
 """Writing safetensors files a part at a time, to be gone on with after an interruption.
 
 Files are laid out first and filled in any order, so memory holds the part that is being written.
-They lie in a folder of their own, beside a journal of what is finished, until all are complete;
+They are in a folder of their own, beside a journal of what is finished, until all are complete;
 then they get their names.
 """
 
@@ -53,7 +53,7 @@ class Staging:
     """The files of one conversion until they are complete.
 
     Args:
-        directory: where the files shall lie in the end.
+        directory: where the files shall be in the end.
         plan: what the conversion is; one with another plan does not go on with these files.
 
     Raises:
@@ -134,7 +134,7 @@ class Staging:
             self.flush()
 
     def flush(self) -> None:
-        """Bring what was written to disk, then the journal of it."""
+        """Flush what was written to disk, then the journal of it."""
         for name in sorted(self._touched):
             _sync(self.folder / name)
         lines = (json.dumps({"unit": unit, **self.records[unit]}) for unit in self._pending)

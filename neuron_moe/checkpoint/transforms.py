@@ -218,7 +218,7 @@ def first_of(count: int, published: int) -> Transform:
 
 
 class DeinterleaveGateUp(Transform):
-    """Bring gate and up, alternating along the last axis, into two halves, gate first.
+    """Split gate and up, alternating along the last axis, into two halves, gate first.
 
     Example:
         >>> deinterleave_gate_up(torch.tensor([10.0, 20.0, 11.0, 21.0]))  # g0 u0 g1 u1

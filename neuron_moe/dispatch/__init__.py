@@ -1,7 +1,7 @@
 """How tokens meet the experts and come home: one object a layout, three calls each.
 
-`tokens` settles how many tokens the ranks hold together, `enter` brings those that this rank routes
-to the ranks of their experts, `leave` brings results home and adds them up. Between the last two
+`tokens` settles how many tokens the ranks hold together, `enter` sends those that this rank routes
+to the ranks of their experts, `leave` sends results back and adds them up. Between the last two
 the experts see rows and k-wide choices, and know nothing of ranks.
 
 | layout | enter | leave | a token travels, each way |

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.activations import at_least_float32, sum_dtype
+from neuron_moe.device import is_captured
 from neuron_moe.dispatch.ranks import OverRanks, TokenSpread, split_evenly
 from neuron_moe.dispatch.tokens import Beside, Choose, Entered, Own, Rows, TokenBatch
 from neuron_moe.parallel.collectives import (
@@ -75,7 +76,7 @@ class AllToAll(OverRanks):
 
     def enter(self, batch: TokenBatch, choose: Choose) -> Entered:
         """Send each token to the ranks of its experts."""
-        if torch.compiler.is_compiling():
+        if is_captured():
             raise ValueError(
                 "strategy='all_to_all': sends a number of rows that the data decides, which a graph"
                 " cannot hold. Use strategy='replicate' for torch.export and torch.compile."

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neuron_moe.device import is_captured
 from neuron_moe.dispatch.tokens import Settings, TokenBatch
 from neuron_moe.parallel.collectives import (
     Collectives,
@@ -91,7 +92,7 @@ class OverRanks:
     def _check_ranks_once(self, batch: TokenBatch, settings: Settings) -> None:
         """Compare the layer between ranks before its first collective."""
         group = self.groups.model
-        if torch.compiler.is_compiling() or self._is_checked:
+        if is_captured() or self._is_checked:
             return
         self._is_checked = True
         if not isinstance(group, TorchCollectives):
@@ -147,7 +148,7 @@ class OverRanks:
         """Apply a rule of all tokens, in their order, and return its result for the own ones."""
         joined_TK = self.join(batch, own_TK)
         everyone_TK = all_gather_rows(self.spread.gather, joined_TK, batch.lengths)
-        # Rows lie rank after rank; their order is that of the sequences.
+        # Rows are rank after rank; their order is that of the sequences.
         rows_T = torch.arange(sum(batch.lengths), device=own_TK.device)
         parts = torch.split(rows_T, list(batch.lengths))
         num_rows = self.num_rows(batch)
@@ -194,7 +195,7 @@ def _compare_step(
         ValueError: ranks disagree; every one raises.
     """
     is_host = batch.hidden_TH.device.type == "cpu"
-    if torch.compiler.is_compiling() or not is_host or not isinstance(model, TorchCollectives):
+    if is_captured() or not is_host or not isinstance(model, TorchCollectives):
         return None
     mask, num_real, digest = batch.padding_mask, -1, 0
     if mask is not None:

@@ -1,7 +1,7 @@
 """Token shuffling: ranks exchange tokens at random before a layer, and back after it.
 
-Prompts of one kind prefer the same experts; after the shuffle every rank brings an even mixture.
-Outputs do not change, only who brings which token.
+Prompts of one kind prefer the same experts; after the shuffle every rank holds an even mixture.
+Outputs do not change, only who holds which token.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class TokenShuffle:
         return batch._replace(hidden_TH=hidden_TH, padding_mask=mask, batch_size=1), order
 
     def back(self, x: Tensor, order: ShuffleOrder) -> Tensor:
-        """Bring rows of shuffled tokens home."""
+        """Send rows of shuffled tokens back."""
         return all_to_all_rows(self.group, x, order.counts, order.counts)[order.inverse_T]
 
 
@@ -109,7 +109,7 @@ class Shuffled:
     def leave(
         self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
-        """Leave, and bring tokens home."""
+        """Leave, and send tokens back."""
         order, exchange = entered.exchange
         output_TH, routing = self.layout.leave(
             partial_NH, entered._replace(exchange=exchange), shared

@@ -24,7 +24,7 @@ class TokenBatch(NamedTuple):
 
     Attributes:
         hidden_TH: [t, H].
-        batch_size: B, sequences; 1 if they are not to be told apart.
+        batch_size: B, sequences; 1 if they are not to be distinguished.
         padding_mask: nonzero for real tokens, one entry for each of these tokens or for those of
             all ranks; None: all are real.
         phase: one of paths.PHASES; of parts of sequences, as long as these parts would have it.
@@ -112,7 +112,7 @@ class Beside(Protocol):
 
 
 class Dispatch(Protocol):
-    """One way to bring tokens and experts together.
+    """One way in which tokens reach their experts.
 
     Attributes:
         why_apart: why one launch cannot do all between `tokens` and `leave`; '' if it can.
@@ -132,12 +132,12 @@ class Dispatch(Protocol):
         """
 
     def enter(self, batch: TokenBatch, choose: Choose) -> Entered:
-        """Let `choose` route the own tokens, and bring them to the ranks of their experts."""
+        """Let `choose` route the own tokens, and send them to the ranks of their experts."""
 
     def leave(
         self, partial_NH: Tensor, entered: Entered, shared: Beside | None
     ) -> tuple[Tensor, Routing | None]:
-        """Bring partial results home and add them up, and shared experts to them.
+        """Send partial results back and add them up, and shared experts to them.
 
         Returns:
             [t, H] and the routing, of the tokens that this rank was given.

@@ -258,8 +258,8 @@ class BlockwiseMatmulConfig(_Settable):
         known = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs.keys() - set(known):
             hint = did_you_mean(name, known)
-            told = f"{name}={kwargs.pop(name)!r}: unknown, ignored as by NxD"
-            ignored += (f"{told}.{hint}" if hint else told,)
+            remark = f"{name}={kwargs.pop(name)!r}: unknown, ignored as by NxD"
+            ignored += (f"{remark}.{hint}" if hint else remark,)
         built = cls(**kwargs)
         vars(built)[_IGNORED] = sorted(ignored)
         return built

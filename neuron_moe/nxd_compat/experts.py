@@ -132,7 +132,7 @@ class ExpertMLPsV2(RoutedExperts):
         )
         self.config = config
         if self.is_traced:
-            self.check_even()  # else replicas would fill up, a placement that nobody asked for
+            self.check_even()  # else replicas would fill up, a placement that nobody requested
             _refuse_untraceable(self)
         self.routed_experts_mlp_config = config
         self.blockwise_matmul_config = tuning
@@ -359,7 +359,7 @@ def _refuse_untraceable(mlps: RoutedExperts) -> None:
 
 
 def _before_load(mlps: ExpertMLPsV2, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring what NxD saved into the form that is loaded, or say why not."""
+    """Put what NxD saved into the form that is loaded, or say why not."""
     problem = loading.prepare_experts(mlps, state_dict, prefix, mlps.presharded)
     problem = problem or loading.prepare_ranks(mlps, state_dict, prefix)
     if problem:

@@ -2,7 +2,7 @@
 
 The functions are those of `neuronx_distributed.modules.moe.moe_process_group`. Where NxD is loaded
 its groups are these groups: on devices it builds them; on a CPU, where it builds only the first of
-them, they are built here with gloo and handed to it, because its sharder asks for them.
+them, they are built here with gloo and handed to it, because its sharder requests them.
 """
 
 from collections.abc import Sequence
@@ -203,7 +203,7 @@ def _own(mesh: Mesh) -> ProcessGroup:
 
 
 def _hand_over(prefill: bool) -> None:
-    """Give NxD the groups that its sharder asks for."""
+    """Give NxD the groups that its sharder requests."""
     nxd, state = loaded(NXD_MOE_GROUPS), loaded(NXD_STATE)
     if nxd is None or state is None:
         return

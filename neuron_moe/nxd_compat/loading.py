@@ -18,7 +18,7 @@ RANKS = ("spmd_rank", "spmd_rank_tkg")
 
 
 def prepare_experts(mlps: RoutedExperts, state: State, prefix: str, undo: bool | None) -> str:
-    """Bring a state dict of experts into the form that is loaded; return what is wrong, or ''.
+    """Put a state dict of experts into the form that is loaded; return what is wrong, or ''.
 
     Args:
         mlps: the experts.
@@ -56,7 +56,7 @@ def prepare_shared(
     """The same for shared experts; is_transposed is their transpose_weights."""
     _drop(state, f"{prefix}spmd_rank.")
     if undo:
-        presharded.undo_shared(shared, state, prefix, was_asked_for=is_transposed)
+        presharded.undo_shared(shared, state, prefix, was_requested=is_transposed)
         return ""
     return "" if undo is False else presharded.check_shared(shared, state, prefix)
 

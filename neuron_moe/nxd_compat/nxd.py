@@ -20,7 +20,7 @@ def loaded(name: str) -> ModuleType | None:
 
 
 def is_on_cpu() -> bool:
-    """Say whether NxD was told to use gloo groups."""
+    """Say whether NxD is set to use gloo groups."""
     return int(os.environ.get("NXD_CPU_MODE", "0") or 0) > 0
 
 

@@ -4,7 +4,7 @@ NxD's hook adds `hidden_act_bias` to the up half of the gate and up bias, divide
 the ranks that split I, and transposes shared experts' matrices for its decode kernel. Ours computes
 the first two at run time, so such a state dict would load and be wrong.
 
-What can be told from the numbers is told: an offset of the up bias (its median is nearer to the
+What the numbers show is found: an offset of the up bias (its median is nearer to the
 offset than to zero), a transposed shape. A divided down bias alone (`hidden_act_bias=0` and more
 than one rank) looks like any other.
 
@@ -71,19 +71,19 @@ def check_shared(shared: SharedExperts, state: State, prefix: str) -> str:
     )
 
 
-def undo_shared(shared: SharedExperts, state: State, prefix: str, *, was_asked_for: bool) -> None:
+def undo_shared(shared: SharedExperts, state: State, prefix: str, *, was_requested: bool) -> None:
     """Turn back in place what NxD's hook has transposed.
 
     Args:
         shared: the module.
         state: of the model.
         prefix: of the module.
-        was_asked_for: transpose_weights of the module; decides where H equals I.
+        was_requested: transpose_weights of the module; decides where H equals I.
     """
     for name in _matrices(shared):
         given = state.get(prefix + name)
         is_square = isinstance(given, Tensor) and given.shape == given.shape[::-1]
-        if _is_transposed(shared, state, prefix, name) or (is_square and was_asked_for):
+        if _is_transposed(shared, state, prefix, name) or (is_square and was_requested):
             state[prefix + name] = state[prefix + name].t().contiguous()
 
 

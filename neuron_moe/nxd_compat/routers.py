@@ -12,14 +12,14 @@ _TINY = 1e-8
 
 
 class NxdRouter(Router):
-    """A router that remembers what it was told of sequence parallelism; `MoE` compares it.
+    """A router that remembers what was set of sequence parallelism; `MoE` compares it.
 
     Attributes:
         sequence_parallel_enabled: this rank routes its own part of the sequence.
         sequence_dimension: axis that sequence parallelism splits.
         tensor_model_parallel_group: ranks that share the sequence.
         store_transposed_weights: NxD keeps a second weight for its decode kernel; here nothing.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
     """
 
     sequence_parallel_enabled: bool = False

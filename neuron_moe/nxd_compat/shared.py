@@ -43,7 +43,7 @@ class SharedExperts(shared_experts.SharedExperts):
 
     Attributes:
         presharded: as of `ExpertMLPsV2`.
-        remarks: sentences for `explain()` about what was asked for and changes nothing.
+        remarks: sentences for `explain()` about what was requested and changes nothing.
     """
 
     presharded: bool | None = None
@@ -122,7 +122,7 @@ class SharedExperts(shared_experts.SharedExperts):
 
 
 def _before_load(shared: SharedExperts, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring what NxD saved into the form that is loaded, or say why not."""
+    """Put what NxD saved into the form that is loaded, or say why not."""
     problem = shared._prepare(state_dict, prefix)
     if problem:
         raise WeightError(problem)
@@ -130,7 +130,7 @@ def _before_load(shared: SharedExperts, state_dict: dict[str, Any], prefix: str,
 
 def _remarks(reduce_dtype: torch.dtype | None, transpose_weights: bool) -> tuple[str, ...]:
     """Return a sentence for each argument that was set and changes nothing."""
-    told = (
+    cases = (
         (
             reduce_dtype not in (None, torch.float32),
             f"reduce_dtype={reduce_dtype}: shared experts are summed with the routed ones",
@@ -140,4 +140,4 @@ def _remarks(reduce_dtype: torch.dtype | None, transpose_weights: bool) -> tuple
             "transpose_weights=True: the state dict keeps [I, H] and [H, I]",
         ),
     )
-    return tuple(text for is_told, text in told if is_told)
+    return tuple(text for applies, text in cases if applies)

@@ -49,7 +49,7 @@ def expert_spec(config: RoutedExpertsMLPOpsConfig) -> ExpertSpec:
 def expert_remarks(config: RoutedExpertsMLPOpsConfig) -> tuple[str, ...]:
     """Return a sentence for each key of the experts that was set and changes nothing."""
     factor = config.capacity_factor
-    told = (
+    cases = (
         (factor is not None and factor <= 0, f"capacity_factor={factor}: every choice is computed"),
         *(
             (
@@ -60,7 +60,7 @@ def expert_remarks(config: RoutedExpertsMLPOpsConfig) -> tuple[str, ...]:
             for name in ("hidden_size", "intermediate_size")
         ),
     )
-    return tuple(text for is_told, text in told if is_told)
+    return tuple(text for applies, text in cases if applies)
 
 
 def _refuse_keys(config: RoutedExpertsMLPOpsConfig) -> None:
@@ -139,20 +139,20 @@ def _remarks_without_kernels(config: BlockwiseMatmulConfig, backend: str) -> tup
 def _remarks_on_nki(config: BlockwiseMatmulConfig, shards: dict[str, object]) -> tuple[str, ...]:
     """Return a sentence for each switch that every plan honours as it is, or has no use for."""
     by_blocks = shards.get("shard_plan") == "block"
-    told = {
+    reasons = {
         "skip_dma_token": "padding slots move no bytes, but for spare rows where they read those",
         "num_static_blocks": "no kernel here has a static part before a dynamic one",
         "parallelize_token_to_block_mapping": "both cores compute the mapping",
         "optimized_block_to_token_mapping": "the mapping is k-wide in any case",
     }
     if not shards:
-        told["skip_dma_weight"] = "a work tile loads its expert's weights once for all its rows"
+        reasons["skip_dma_weight"] = "a work tile loads its expert's weights once for all its rows"
     if not by_blocks:
-        told["block_sharding_strategy"] = "applies where blocks are sharded"
+        reasons["block_sharding_strategy"] = "applies where blocks are sharded"
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return tuple(
         f"{name}={getattr(config, name)!r}: {why}"
-        for name, why in told.items()
+        for name, why in reasons.items()
         if getattr(config, name) != defaults[name]
     )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
-from neuron_moe.device import is_exporting
+from neuron_moe.device import is_captured, is_exporting
 from neuron_moe.parallel.failure import describe_failure, note_collective
 from neuron_moe.parallel.xla import XlaCollectives, is_xla
 
@@ -122,7 +122,7 @@ class TorchCollectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, the same on every rank."""
         _check_sums(x)
-        if torch.compiler.is_compiling():
+        if is_captured():
             summed: Tensor = functional.all_reduce(x, "sum", self.group)
             return summed
         output = x.detach().clone()
@@ -131,7 +131,7 @@ class TorchCollectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the ranks' equally shaped tensors joined along axis 0, in rank order."""
-        if torch.compiler.is_compiling():
+        if is_captured():
             return functional.all_gather_tensor(x, 0, self.group)
         carrier = _as_carrier(x.detach())
         output = carrier.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -146,7 +146,7 @@ class TorchCollectives:
                 f"x: axis 0 of shape {tuple(x.shape)} must divide by the {self.size} ranks of group"
                 f" {self.name!r}. Use reduce_scatter_rows() for uneven parts."
             )
-        if torch.compiler.is_compiling():
+        if is_captured():
             scattered: Tensor = functional.reduce_scatter_tensor(x, "sum", 0, self.group)
             return scattered
         source = x.detach().contiguous()
@@ -329,7 +329,7 @@ def gather_lengths(group: Collectives, length: int, device: torch.device) -> tup
     While a graph is captured or traced, shapes are static and every rank is taken to hold as many
     as this one.
     """
-    if group.size == 1 or group.is_traced or torch.compiler.is_compiling():
+    if group.size == 1 or group.is_traced or is_captured():
         return (length,) * group.size
     lengths = group.all_gather(torch.tensor([length], dtype=torch.int64, device=device))
     return tuple(lengths.tolist())

@@ -209,7 +209,7 @@ class ParallelConfig:
                 )
 
     def check_topology(self, machine: Instance | str, lnc: int = 2, nodes: int = 1) -> list[str]:
-        """Check that the ranks exist on a machine and that groups lie well on it.
+        """Check that the ranks exist on a machine and that groups suit it.
 
         Args:
             machine: an instance or its name, such as 'trn2.48xlarge'.

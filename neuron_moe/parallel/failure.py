@@ -131,7 +131,7 @@ class Watch:
         return 0 if note is None else int(note["number"])
 
     def _heard_of(self, rank: int) -> float:
-        """Return when a rank, or the store through which it would tell, was heard of last."""
+        """Return when a rank, or the store through which it would report, was heard of last."""
         return self._read_at if rank == self.rank else min(self._seen[rank][1], self._read_at)
 
     def _note_of(self, rank: int) -> dict[str, Any] | None:
@@ -253,7 +253,7 @@ def note_collective(collective: str, group: str) -> None:
 def describe_failure(
     collective: str, group: str, ranks: Sequence[int], seconds: float, error: RuntimeError
 ) -> CollectiveError:
-    """Return the error that names rank, collective and, where the watch can tell, the culprit."""
+    """Return the error that names rank, collective and, where the watch knows, the culprit."""
     here = dist.get_rank()
     found = {} if _watch is None else _watch.suspects(ranks)
     why = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(found.items()))

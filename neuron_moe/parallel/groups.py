@@ -1,7 +1,7 @@
 """Process groups of a ParallelConfig: who talks to whom.
 
 Rank r of a model has tp_rank = r % tp and ep_rank = r // tp: tensor parallel neighbours are
-contiguous, and so lie on one chip where they can. Replicas follow one another. Attention data
+contiguous, and so are on one chip where they can. Replicas follow one another. Attention data
 parallel groups are contiguous runs of tp * ep / dp ranks.
 """
 
@@ -18,8 +18,6 @@ from neuron_moe.parallel.collectives import Collectives, SingleRank, as_collecti
 from neuron_moe.parallel.config import ExpertLayout, ParallelConfig
 from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.shard import ExpertShard
-
-PHASE_LAYOUTS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +299,7 @@ def build_mesh(config: ParallelConfig) -> DeviceMesh:
 def offline_groups(config: ParallelConfig, rank: int) -> ParallelGroups:
     """Return the groups of one rank of a model without any process."""
     if not 0 <= rank < config.model_size:
-        raise ValueError(f"rank={rank}: must lie in [0, {config.model_size}), the model's ranks.")
+        raise ValueError(f"rank={rank}: must be in [0, {config.model_size}), the model's ranks.")
 
     def place(name: str, position: int, size: int) -> Collectives:
         return SingleRank(name) if size == 1 else Offline(name, position, size)

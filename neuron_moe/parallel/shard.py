@@ -27,7 +27,7 @@ class ExpertShard:
             size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
             check_positive_int(f"{axis}_size", size)
             if not 0 <= rank < size:
-                raise ValueError(f"{axis}_rank={rank}: must lie in [0, {axis}_size={size}).")
+                raise ValueError(f"{axis}_rank={rank}: must be in [0, {axis}_size={size}).")
 
     def columns(self, intermediate_size: int) -> range:
         """Return this rank's run of the intermediate axis; runs differ by one at most.

@@ -74,7 +74,7 @@ def use_measured(chip: Hardware, source: str) -> None:
 
     Args:
         chip: as `nki_sim.hardware_file` reads it.
-        source: what to tell of them.
+        source: what to say of them.
     """
     for name, field in (
         ("least_columns", "matmul_floor_cycles"),

@@ -73,7 +73,7 @@ class LayerCost:
         bound: what decides the experts' time, 'tensor engine' or 'HBM'.
         path: which path the experts take.
         busiest_over_mean: rows of the busiest expert-parallel rank over the mean.
-        wire_bytes: bytes the collectives bring to a rank.
+        wire_bytes: bytes the collectives send to a rank.
     """
 
     total_us: float
@@ -172,7 +172,7 @@ def _launch_us(
     first = (
         inputs * model.expert_hidden_size * width * WEIGHT_BYTES[model.weight_format] * machine.lnc
     )
-    # Kernels answer to `import nki`, which nobody asks for who only reads a model.
+    # Kernels answer to `import nki`, which nobody does who only reads a model.
     import nki_kernels.provided  # noqa: F401
     from nki_kernels.combine import best_sum_ns
 

@@ -135,7 +135,7 @@ class ModelSizes:
 
 
 def weight_format_of(config: Mapping[str, Any]) -> str:
-    """Return how the routed experts of a checkpoint lie in HBM, a key of WEIGHT_BYTES.
+    """Return how the routed experts of a checkpoint are stored in HBM, a key of WEIGHT_BYTES.
 
     By the `quantization_config` of its config.json: fp8 for fp8, e5m2 for MXFP4 (which Trn2
     computes so, without loss), else bf16.

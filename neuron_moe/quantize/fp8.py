@@ -194,7 +194,7 @@ def dequantize_fp8(quantized: QuantizedWeight, dtype: torch.dtype = torch.bfloat
 def rescale_ocp_to_neuron(
     quantized: QuantizedWeight, factor: float = OCP_OVER_NEURON
 ) -> QuantizedWeight:
-    """Bring OCP e4m3 codes (up to 448) into the range of Trainium 2 (up to 240).
+    """Rescale OCP e4m3 codes (up to 448) into the range of Trainium 2 (up to 240).
 
     Codes are divided by `factor` and rounded, scales multiplied by it. The default, 448/240, is
     what NxD's scripts use and rounds almost every code; `factor=2.0` is exact for every code whose

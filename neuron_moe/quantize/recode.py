@@ -38,10 +38,10 @@ _CHUNK_VALUES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class ExponentSpread:
-    """How far the group exponents of a weight lie apart, and whether an fp8 format spans them.
+    """How far the group exponents of a weight are apart, and whether an fp8 format spans them.
 
     Args:
-        fmt: the fp8 format asked for.
+        fmt: the fp8 format requested.
         limit: the widest spread the format holds exactly.
         widest: the widest spread found in a scope.
         num_scopes: channels or experts in the weight.

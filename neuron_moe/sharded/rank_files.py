@@ -120,7 +120,7 @@ def _join(
     places: dict[tuple[int, int], Tensor] = {}
 
     def place(rank: int, axis: int) -> Tensor:
-        """Where each index of an axis lies in a rank's part; -1 where it does not."""
+        """Where each index of an axis is in a rank's part; -1 where it does not."""
         if (rank, axis) not in places:
             held = torch.tensor(selections[rank][axis], dtype=torch.long)
             where = torch.full((shape[axis],), -1, dtype=torch.long)

@@ -113,7 +113,7 @@ class ExpertWeights:
 
 
 def refuse_gradient(output: Tensor, weights: ExpertWeights) -> Tensor:
-    """Return an output; asking for the gradient of a matrix that is packed is an error from here.
+    """Return an output; requesting the gradient of a matrix that is packed is an error from here.
 
     Args:
         output: computed with the weights.

@@ -14,7 +14,7 @@ _PAGE_BYTES = 2 << 20
 
 
 def request_huge_pages(untouched: Tensor) -> Tensor:
-    """Ask for huge pages for a tensor on the CPU that nobody has written to, and return it."""
+    """Request huge pages for a tensor on the CPU that nobody has written to, and return it."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or untouched.nbytes < 2 * _PAGE_BYTES:
         return untouched

@@ -28,7 +28,7 @@ class LaidOut:
     Attributes:
         gate_up: gate and up projections; for decode with their biases and scales.
         down: down projections; for decode with their bias, where there is a spare row.
-        parts: for prefill, in how many parts each of the two lies.
+        parts: for prefill, in how many parts each of the two is stored.
         made_from: the weights, by which one sees whether they changed since.
     """
 

@@ -79,7 +79,7 @@ class ExpertLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers lie, also of packed weights."""
+        """Where the numbers are, also of packed weights."""
         kept = self.kept
         if isinstance(kept, NarrowMatrices):
             return kept.codes_Ekn.device
@@ -111,7 +111,7 @@ class ExpertLinear(nn.Module):
 
         Args:
             packed: the form.
-            is_trained: whether the Parameter says that it has a gradient, as it did; asking for one
+            is_trained: whether the Parameter says that it has a gradient, as it did; requesting one
                 is an error then. Else it says that it has none.
         """
         self.packed = packed
@@ -169,7 +169,7 @@ class ExpertLinear(nn.Module):
             self._stand_in(dtype, device)
 
     def lay(self, *, is_transposed: bool) -> None:
-        """Let the weight lie in memory as [E, out, in], or as [E, in, out]; its shape stays."""
+        """Store the weight as [E, out, in], or as [E, in, out]; its shape stays."""
         self._hold(laid(self.weight.detach(), is_transposed=is_transposed))
 
     def _save_to_state_dict(
@@ -249,7 +249,7 @@ def _stands_in(weight: Tensor) -> bool:
 
 
 def laid(weight_Ekn: Tensor, *, is_transposed: bool) -> Tensor:
-    """Return a copy of [E, in, out] that lies in memory as [E, out, in], or as it says."""
+    """Return a copy of [E, in, out] that is in memory as [E, out, in], or as it says."""
     num_experts, num_inputs, num_outputs = weight_Ekn.shape
     sizes = (num_outputs, num_inputs) if is_transposed else (num_inputs, num_outputs)
     memory = request_huge_pages(weight_Ekn.new_empty((num_experts, *sizes)))

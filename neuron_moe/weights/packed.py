@@ -2,7 +2,7 @@
 
 oneDNN multiplies a few rows with a matrix it has seen before two to three times as fast as torch's
 plain matmul does,
-because the matrix lies in its own blocked layout already. `neuron-moe bench cpu` measures it. The
+because the matrix is in its own blocked layout already. `neuron-moe bench cpu` measures it. The
 packed form replaces
 the plain one (no second copy); it has no gradient.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# How many rows oneDNN is told to expect; measured best for 1 to 128 rows on AMD and Intel.
+# How many rows oneDNN is to expect; measured best for 1 to 128 rows on AMD and Intel.
 _ROWS_HINT = {torch.float32: 64, torch.bfloat16: 4}
 FEWEST_ROWS = 4  # fewer rows take a slower kernel than 4 on some machines (measured): pad there
 

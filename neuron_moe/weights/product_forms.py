@@ -15,7 +15,7 @@ the dtype and the number of tokens.
 | straight | rows times matrix, expert by expert | straight |
 | parallel_X | as form X, experts side by side, each on threads of its own | as form X |
 
-All matrices have the shape [in, out]. Straight ones lie in memory so, transposed ones as [out, in];
+All matrices have the shape [in, out]. Straight ones are in memory so, transposed ones as [out, in];
 which of the two a matrix library reads faster hangs on machine and dtype (measured).
 
 A server may register kernels of its own, forms besides; see `backends.custom_kernels`.

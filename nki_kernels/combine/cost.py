@@ -55,7 +55,7 @@ def cost_combine(
 def cost_folds(
     pairs_T: NDArray[np.int64], hidden_size: int, dims: FoldDims, num_cores: int
 ) -> KernelCost:
-    """Predict the work of telling folds and adding them up.
+    """Predict the work of listing folds and adding them up.
 
     Args:
         pairs_T: [T] pairs of each token here.

@@ -1,7 +1,7 @@
 """Folds: tokens with more pairs than the sum over slots has columns, added up before it.
 
 A fold is the weighted sum of a token's pairs, rounded as slots are, in a row behind theirs. Folds
-of a core lie in tiles of 128 rows, one of each partition, those of most pairs first. A loop for
+of a core are in tiles of 128 rows, one of each partition, those of most pairs first. A loop for
 each number of pairs, the most first, adds up the tiles in which a partition of either core has a
 fold of as many: both cores make as many iterations. An iteration takes some tiles and loads for
 itself.
@@ -108,7 +108,7 @@ def add_folds(slots_RH: nl.NkiTensor, folds: Folds, out: CombineDims, dims: Fold
     Args:
         slots_RH: bfloat16 rows of slots, then of folds.
         folds: of `store_table`.
-        out: of the sum behind it, which tells how a missing row is read.
+        out: of the sum behind it, which says how a missing row is read.
         dims: C, P and the folds.
     """
     F, P, core = dims.tiles, dims.most, nl.program_id(0)
@@ -125,6 +125,7 @@ def add_folds(slots_RH: nl.NkiTensor, folds: Folds, out: CombineDims, dims: Fold
     tables = [real_rows(row_sb, slots_RH.shape[0], out)] + split_weights(weight_sb, nl.bfloat16)
     begin: Any = 0
     for loop in range(P - dims.columns):
+        # Loaded where it is needed: what follows waits for the register.
         end = nisa.register_alloc()
         nisa.register_load(end, ends_sb[0:1, loop : loop + 1])
         _loop_over(slots_RH, tables, number_sb, begin, end, P - loop, out, dims)
@@ -150,6 +151,7 @@ def _loop_over(
 
     def one_iteration(tile: Any) -> None:
         own = []
+        # Gathers and products have fixed addresses; only these copies depend on the register.
         for table_sb in tables:
             own_sb = nl.ndarray((PARTITIONS, size, pairs), table_sb.dtype, buffer=nl.sbuf)
             found = table_sb.reshape((PARTITIONS, F, P)).ap(
@@ -162,6 +164,7 @@ def _loop_over(
         nisa.tensor_copy(dst=place_sb, src=where, engine=nisa.engine.gpsimd)
         for start in range(0, H, piece):
             width, gathered = min(piece, H - start), []
+            # All gathers come before the first sum, which they overlap.
             for each in range(size):
                 gathered.append(
                     gather_rows(slots_RH, own[0:1], tokens, each, pairs, start, width, out)

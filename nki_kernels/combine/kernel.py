@@ -21,7 +21,7 @@ Slots that hold no token are never read, so they may hold anything. A slot that 
 finite: a NaN or infinity in one spreads to the up to 128 tokens of its tile, as the tensor engine
 adds 0 times it to the others.
 
-On chip: tokens lie on the partitions as in token_tiles.py. The weighted sum of a tile is a chain of
+On chip: tokens are on the partitions as in token_tiles.py. The weighted sum of a tile is a chain of
 matmuls in PSUM with diag(affinities[:, k]) stationary and the gathered rows [rows, H] moving.
 Beside bfloat16 slots the diagonal is bfloat16 too, as the sum of two terms: an affinity is then off
 by 2^-17 of itself at most, a 256th of what rounding a slot to bfloat16 costs. Beside float32 slots
@@ -31,7 +31,7 @@ Limits (check_combine): K <= 16, H a multiple of 64, at most 8 partial sums, P *
 
 Cost: every slot with a token is read once, the output is written once; per tile and choice 2 P H
 matmul columns (P H float32 ones beside float32 slots). One gather of 128 whole rows per tile,
-choice and part, in pieces of H only where SBUF asks for it. Gathers of the next tile overlap.
+choice and part, in pieces of H only where SBUF demands it. Gathers of the next tile overlap.
 
 Steps:
     1. Split the tokens over the cores; load all their slot numbers and affinities at once.
@@ -109,7 +109,7 @@ def combine(
     pieces = (hidden_size + piece - 1) // piece
     is_single = sums_nothing(top_k * num_parts, dims)
     gathered, beside, diagonals = [], [], []
-    # Rows are asked for, and diagonals made, before those of the step before are summed: what
+    # Rows are gathered, and diagonals made, before those of the step before are summed: what
     # clears their place would otherwise wait behind the copies of that sum.
     for step in range(tokens.count * pieces + 1):
         if step < tokens.count * pieces:
@@ -149,6 +149,7 @@ def _load_rows(
 ) -> list[nl.ndarray]:
     """Return for each part the rows of slots_RH of this core's choices, [128, tiles * K] int32."""
     shape = (PARTITIONS, tokens.count * slot_of_pair_TK.shape[1])
+    # Partitions without a token are computed with: they must hold numbers.
     first_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     if tokens.full < PARTITIONS:
         nisa.memset(dst=first_sb, value=0)
@@ -157,6 +158,7 @@ def _load_rows(
         first_sb = real_rows(first_sb, num_slots, dims)
     rows_sb = [first_sb]
     for part in range(1, num_parts):
+        # The parts are one tensor of rows: a slot of the next part is num_slots rows on.
         part_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=part_sb, data=first_sb, op0=nl.add, operand0=part * num_slots)
         rows_sb.append(part_sb)
@@ -298,6 +300,7 @@ def gather_rows(
                 vector_offset=part_sb[0:rows, column],
             )
             if dims.has_no_expert and dims.missing == "skip":
+                # A row that is left out is not written: its zeros count for nothing.
                 nisa.memset(dst=slot_sb, value=0.0, engine=nisa.engine.vector)
                 nisa.dma_copy(dst=slot_sb, src=source, oob_mode=nisa.oob_mode.skip)
             else:
@@ -318,6 +321,7 @@ def weigh(
     total_sb = nl.ndarray((rows, width), out_dtype, buffer=nl.sbuf)
     for group in range(0, width, _GROUP):
         group_width = min(_GROUP, width - group)
+        # A new tile for each group: one half of PSUM fills while the other is emptied.
         total_ps = nl.ndarray((rows, group_width), nl.float32, buffer=nl.psum)
         for index in range(len(gathered)):
             terms = diagonals[index // num_parts]
@@ -354,7 +358,7 @@ def _scale(
 
 
 def _empty(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: int) -> None:
-    """Copy sums from PSUM, columns start.. of a piece, and add what lies beside them.
+    """Copy sums from PSUM, columns start.. of a piece, and add what comes beside them.
 
     Two engines take half of the columns each; the Vector engine takes all where rows are added.
     """

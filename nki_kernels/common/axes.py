@@ -1,4 +1,4 @@
-"""How an axis is cut into tiles that lie on the partitions."""
+"""How an axis is cut into tiles on the partitions."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BANK_FLOATS: Final = BANK_BYTES // 4
 GPSIMD_BYTES: Final = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
 # Of SBUF, that buffers are fitted into: how the compiler places them is not published. The words of
-# a Trainium 3 are loaded in the parts they lie in, and would not always fit.
+# a Trainium 3 are loaded in the parts they are stored in, and would not always fit.
 _SBUF_PERCENT: Final = {"trn2": 90}
 
 

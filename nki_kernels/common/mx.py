@@ -1,14 +1,14 @@
-"""Experts in MX words: how their bytes lie, and matmuls with them.
+"""Experts in MX words: the layout of their bytes, and matmuls with them.
 
 In MX formats a *word* is four consecutive elements of the axis that is summed over, and the shared
-powers of two belong to 8 words, as checkpoints store them. Words lie on partitions in their order,
+powers of two belong to 8 words, as checkpoints store them. Words are on partitions in their order,
 tiles of up to 128; the columns they are multiplied for go along the partition. An expert comes in
 chunks of its intermediate axis; a chunk is two runs of bytes for each partition:
 
     gate_up  [h, H/4h, 2, 4, i] words, then scales, then biases [2, 4] float32 of row i = h
     down     [i, H/h * h] words, then scales
 
-Slot j of word p of the intermediate axis is row p of tile j, and so for the hidden axis: axes lie
+Slot j of word p of the intermediate axis is row p of tile j, and so for the hidden axis: axes are
 in fours of tiles. The tensor engine takes the scales of 128 words from 16 partitions, four of each
 quadrant of 32, which may begin at 4 places in it. So a run has the scales of one tile in four: of
 gate and up, tiles of the words; of the down projection, tiles of the columns. Half of the
@@ -44,7 +44,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class MxForm(NKIObject):
-    """How the experts of a rank lie.
+    """The layout of the experts of a rank.
 
     Attributes:
         format: one of MX_WORD_BYTES.
@@ -72,7 +72,7 @@ def make_mx_form(
     chunks: int,
     has_bias: bool,
 ) -> MxForm:
-    """Return how experts of some sizes lie in so many chunks, each of whole groups."""
+    """Return the layout of experts of some sizes in so many chunks, each of whole groups."""
     i_axis = tile_axis_in_fours(-(-I // (chunks * MX_GROUP)) * MX_GROUP)
     return MxForm(weight_format, H, I, chunks, has_bias, tile_axis_in_fours(H), i_axis)
 
@@ -175,7 +175,7 @@ def bias_tile(form: MxForm, run_sb: nl.NkiTensor) -> nl.NkiTensor:
 
 
 def quantize(words_sb: nl.NkiTensor, fours_sb: nl.NkiTensor, scales_sb: nl.NkiTensor) -> None:
-    """Make words of e4m3 of activations whose elements lie four by four, a scale for 8 words."""
+    """Make words of e4m3 of activations whose elements are four by four, a scale for 8 words."""
     nisa.quantize_mx(dst=words_sb, src=fours_sb, dst_scale=scales_sb)
 
 
@@ -191,7 +191,7 @@ def project_words(
     """Multiply gate (half 0) or up weights of a tile of a chunk with tokens, [i, T].
 
     Args:
-        form: how the experts lie.
+        form: layout of the experts.
         dst_ps: [i, T] float32 in PSUM.
         run_sb: the chunk's gate and up.
         words_sb, scales_sb: tokens as words, [h, H/4h, T].

@@ -47,7 +47,7 @@ def pack_mx_gate_up(
     """Return the packed gate and up weights, [E, C, h, run] bytes.
 
     Args:
-        form: how the experts are to lie.
+        form: layout to make.
         words_EXW: [E, 2I, H/4] words, gate channels first.
         scales_EXG: [E, 2I, H/32] uint8.
         gate_up_bias_E2I: [E, 2I] float32, if the form has biases.
@@ -88,7 +88,7 @@ def pack_mx_down(form: MxForm, words_EXW: Array, scales_EXG: Array) -> Array:
     """Return the packed down weights, [E, C, i, run] bytes.
 
     Args:
-        form: how the experts are to lie.
+        form: layout to make.
         words_EXW: [E, H, 8 ceil(I/32)] words.
         scales_EXG: [E, H, ceil(I/32)] uint8.
 

@@ -1,7 +1,7 @@
 """Activations as MX words of 8 bits: the values that are left, as a formula; NumPy.
 
 Each 32 consecutive elements of the last axis share 2^(floor(log2(largest magnitude)) - 7), so that
-the largest lies in the upper half of float8_e4m3fn, and are rounded to nearest in that type (OCP
+the largest is in the upper half of float8_e4m3fn, and are rounded to nearest in that type (OCP
 Microscaling 1.0; the exponent is that of nki.isa.quantize_mx since NKI 0.5).
 """
 

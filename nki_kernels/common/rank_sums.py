@@ -4,7 +4,7 @@ A rank of tensor or expert parallelism ends in partial sums of all tokens. Eithe
 launch returns, and a collective of the graph adds them up, or the launch issues that collective
 itself: on rows on chip before they are stored (`sum_on_chip`), each core on its own, or in HBM on
 portions of the rows, as soon as both cores have stored one (`end_portion`). A collective may
-neither read what a launch is given nor write what it returns, so rows in HBM come to lie in the
+neither read what a launch is given nor write what it returns, so rows in HBM come to be in the
 output by a copy.
 
 Sums are made in float32 from rows in the output's type, and rounded to it again.

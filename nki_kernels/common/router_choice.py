@@ -24,7 +24,7 @@ from nki_kernels.common.chip import BANK_FLOATS
 from nki_kernels.common.formula import ROUTER_ACTIVATIONS, RouterFormula
 
 MAX_TOP_K = 32
-MAX_EXPERTS = 2 * BANK_FLOATS  # logits of a token lie in two banks
+MAX_EXPERTS = 2 * BANK_FLOATS  # logits of a token take two banks
 AT_ONCE = 8  # values per max8 (nki.isa.max8), and the fewest it takes
 LOWEST = -3.4028234663852886e38  # below every score
 _HIGHEST = 3.4028234663852886e38  # equal to no score
@@ -91,6 +91,7 @@ def finish_logits(logits_ps: nl.ndarray, bias_sb: nl.ndarray, formula: RouterFor
     """
     rows, num_experts = logits_ps.shape
     logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
+    # max8 reads eight columns at least.
     if num_experts < AT_ONCE:
         nisa.memset(dst=logits_sb[:, num_experts:AT_ONCE], value=LOWEST)
     real = logits_sb[:, 0:num_experts]
@@ -394,6 +395,7 @@ def _choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.
     score_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     if num_groups < width:
         nisa.memset(dst=score_sb, value=LOWEST)
+    # The score of a group is the sum of its two best experts.
     nisa.tensor_tensor(
         dst=score_sb[:, 0:num_groups], data1=best_sb[:, :, 0], data2=best_sb[:, :, 1], op=nl.add
     )
@@ -410,6 +412,7 @@ def _remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
     rows, width = values_sb.shape
     best_sb = nl.ndarray((rows, AT_ONCE), nl.float32, buffer=nl.sbuf)
     nisa.max8(dst=best_sb, src=values_sb)
+    # What is not to be removed is replaced by a value that matches nothing.
     if count < AT_ONCE:
         nisa.memset(dst=best_sb[:, count:AT_ONCE], value=_HIGHEST)
     rest_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)

@@ -10,7 +10,7 @@ from nki_kernels.common.chip import PARTITIONS, chip_in_force, core
 _ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
 _BESIDE_NS = 7_000.0  # simulated: before its first gather and after its last
 _ROWS_OF_AN_ITERATION = 6  # gathered tiles of rows, where a fold has fewer pairs
-# Simulated: to bring pairs to the front, in all and of each that a token may have; before and after
+# Simulated: to move pairs to the front, in all and of each that a token may have; before and after
 # the loops over folds; an iteration beyond its gathers.
 _FRONT_NS, _COLUMN_NS, _FOLDS_NS, _ITERATION_NS = 5_000.0, 1_000.0, 18_000.0, 6_000.0
 _TERMS = 2  # of a weight beside bfloat16 slots
@@ -93,7 +93,7 @@ def front_ns(
     num_parts: int,
     num_cores: int,
 ) -> float:
-    """Return about how long it takes to bring pairs to the front, fold those of tokens with more
+    """Return about how long it takes to move pairs to the front, fold those of tokens with more
     than C, and sum.
 
     Args:

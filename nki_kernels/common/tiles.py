@@ -68,7 +68,7 @@ def load_matrix(
     Args:
         dst_sb: [rows, count, columns] tile.
         entry: the matrix.
-        axis: how the rows lie on partitions.
+        axis: how the rows are spread over partitions.
         base: first element inside the matrix.
         row: elements from a row to the next.
         runs: [stride, count] pair of the pieces of a row.
@@ -80,6 +80,7 @@ def load_matrix(
         pattern = [[apart, axis.rows], [step, axis.count], runs, [1, column]]
         load_pattern(dst_sb[0 : axis.rows], entry, pattern, base)
         return
+    # A transfer has one pattern: a last tile of fewer partitions takes one of its own.
     full = axis.count if axis.tail == axis.rows else axis.count - 1
     if full > 0:
         pattern = [[apart, axis.rows], [step, full], runs, [1, column]]
@@ -111,6 +112,8 @@ def load_pattern(dst_sb: nl.NkiTensor, entry: Entry, pattern: list[list[int]], o
     nisa.dma_copy(
         dst=dst_sb,
         src=entry.stack.ap(runs, offset=offset, scalar_offset=entry.index, indirect_dim=0),
+        # The queue of the Sync engine, which computes nothing: a load that waits for its buffer
+        # or for the number of its expert holds up no arithmetic.
         oob_mode=when_missing(entry.may_miss),
         dge_mode=nisa.dge_mode.hwdge,
         engine=nisa.engine.sync,
@@ -140,7 +143,7 @@ def load_rows(dst_sb: nl.NkiTensor, entry: Entry, size: int, begin: int, columns
 def load_halves(dst_sb: nl.NkiTensor, entry: Entry, axis: AxisTiles, size: int, first: int) -> None:
     """Load elements of the halves of a row of [E, halves * size] as [rows, halves, count].
 
-    That is how the projections of one axis lie, gate first.
+    That is how the projections of one axis are stored, gate first.
     """
     for half in range(dst_sb.shape[1]):
         part_sb = dst_sb[0 : axis.rows, half, 0 : axis.count]
@@ -158,7 +161,7 @@ def make_tiles(
 
 
 def weight_dtype(weight_format: str) -> Any:
-    """Return the element type of weights on chip; words of MX formats lie among other bytes."""
+    """Return the element type of weights on chip; words of MX formats are among other bytes."""
     if weight_format.endswith("_x4"):
         return nl.uint8
     if weight_format == "float8_e4m3":
@@ -222,6 +225,7 @@ def finish_gate(
         activated_sb: act of it.
     """
     if formula.activation == "leaky_relu":
+        # max(slope x, x): the slope is below 1.
         nisa.scalar_tensor_tensor(
             dst=dst_sb,
             data=activated_sb,
@@ -323,8 +327,9 @@ def multiply_chain(
 def multiply_banks(
     dst_ps: nl.NkiTensor, stationary: nl.NkiTensor, moving: nl.NkiTensor, accumulate: bool
 ) -> None:
-    """Write or add a product [rows, columns] that may lie in several banks of PSUM."""
+    """Write or add a product [rows, columns] that may span several banks of PSUM."""
     columns = dst_ps.shape[1]
+    # A matmul writes a single bank.
     for first in range(0, columns, BANK_FLOATS):
         bank = slice(first, min(first + BANK_FLOATS, columns))
         nisa.nc_matmul(
@@ -336,7 +341,7 @@ def multiply_banks(
 
 
 def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:
-    """Copy a tile on the Vector or the Scalar engine by turns, so that both share the work."""
+    """Copy a tile on the Vector or the Scalar engine, so that both share the work."""
     engine = nisa.engine.vector if turn % 2 == 0 else nisa.engine.scalar
     nisa.tensor_copy(dst=dst_sb, src=src, engine=engine)
 
@@ -357,6 +362,7 @@ def transpose_rows(
         banks_ps: PSUM banks [128, 1024] of the same type, used in turn.
         num_rows: R.
     """
+    # One copy for all tiles that fit a bank, as every copy has a fixed time.
     group = BANK_BYTES // 2 // num_rows
     for turn in range(-(-axis.count // group)):
         first = turn * group
@@ -370,6 +376,7 @@ def transpose_rows(
                 data=rows_sb[0:num_rows, elements_of(axis, tile)],
                 engine=nisa.engine.tensor,
             )
+        # A copy has one height: shorter tiles at the end of the axis follow in another one.
         full = first
         while full < stop and rows_of(axis, full) == axis.rows:
             full += 1
@@ -428,6 +435,7 @@ def load_table(
             src=values.ap([[num_rows, size], [1, num_rows]], vector_offset=index_sb),
             oob_mode=when_missing(may_miss),
         )
+        # The tensor engine transposes floats; integers below 2**24 are exact in float32.
         float_sb = nl.ndarray((size, num_rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=float_sb, src=rows_sb, engine=nisa.engine.scalar)
         nisa.nc_transpose(dst=bank_ps[0:num_rows, 0:size], data=float_sb, engine=nisa.engine.tensor)

@@ -52,7 +52,7 @@ def whole_tiles(num_tokens: int, num_cores: int) -> int:
 
 
 def tokens_of_portion(tokens: TokenTiles, portions: int) -> TokenTiles:
-    """Return where a core's tokens lie in a tensor of some of its tiles: one portion of equal ones.
+    """Return where a core's tokens are in a tensor of some of its tiles: one portion of equal ones.
 
     With several portions all tiles are full.
     """

@@ -143,6 +143,7 @@ class DecodeBuffers(NKIObject):
 def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
     """Allocate y and all of PSUM."""
     numbers = run_of_numbers(0, accumulator_banks(config))
+    # Each core ends with half of the columns: it begins with those that it sends.
     begin = len(numbers) // 2 if config.gives_rows and core == 0 and config.num_cores > 1 else 0
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     total_sb = allocate(token_table(config).total)[0]
@@ -173,6 +174,7 @@ def _extras(
         words = 4 // item_bytes(config)
         begin = packed_shapes(config)[0][1] - (extra_floats(config) - position) * words
         for run_sb in gate_up:
+            # They come with the run of weights, in its transfer.
             extra_sb = run_sb[0 : run_sb.shape[0], begin : begin + count * words]
             views.append(extra_sb.view(nl.float32).expand_dim(2))
     return views
@@ -205,6 +207,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     beside = _beside_weights(config, table, gate_up)
     down, down_bias = allocate(table.down), allocate(table.down_bias)
     kept_scale, inner, up = allocate(table.kept_scale), allocate(table.inner), allocate(table.up)
+    # The row behind the up projection stays 1: it meets the bias among the down weights.
     if bias_is_inside(config):
         for up_sb in up:
             nisa.memset(dst=up_sb, value=1.0, engine=nisa.engine.gpsimd)
@@ -250,7 +253,7 @@ def _make_mx_buffers(config: DecodeConfig, inner: list[nl.NkiTensor]) -> MxBuffe
 
 
 def _by_tile(inner: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
-    """Return views [i, 4, T] of tiles whose four elements lie side by side."""
+    """Return views [i, 4, T] of tiles whose four elements are side by side."""
     views = []
     for inner_sb in inner:
         views.append(inner_sb.permute((0, 2, 1)))
@@ -272,6 +275,8 @@ def _share_banks(config: DecodeConfig, sums: SumBuffers) -> ExpertBanks:
         beside = tiles_beside_columns(config)
         inner_ps = _parts(banks_ps, 2 * T, tiles_in_bank(config)) + _parts(last_ps, 2 * T, beside)
         used = beside * 2 * T
+    # Projections fill the last bank from its start, columns from its end. Where both columns do not
+    # fit they share a place: inputs are copied out before the others come (`spread_column`).
     column_ps = _from_end(last_ps[0], T, 0)
     input_ps = column_ps
     if config.scaling == "pre" and weighs_inner(config) and used + 4 * T <= BANK_FLOATS:

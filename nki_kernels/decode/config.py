@@ -29,7 +29,7 @@ _ASKING_TOKENS = 128  # up to here rows of tokens and the first weights are on c
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
 _MAX_GROUP = 4  # chunks
 _MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
-_MAX_ROW = 16 * 1024  # hidden size up to which whole rows lie beside weights on a partition
+_MAX_ROW = 16 * 1024  # hidden size up to which whole rows fit beside weights on a partition
 _QUADRANTS = PARTITIONS // QUADRANT
 
 
@@ -58,7 +58,7 @@ class DecodeSizes(NKIObject):
 
 @dataclass(frozen=True)
 class WeightForm(NKIObject):
-    """How the experts' weights lie in HBM.
+    """The layout of the experts' weights in HBM.
 
     Attributes:
         format: bfloat16, float8_e4m3, float8_e5m2, or one of MX: float4_e2m1fn_x4,
@@ -66,7 +66,7 @@ class WeightForm(NKIObject):
         layout: ehi ([E, H, 2I] and [E, I, H]) or packed, see layout.py and, for MX, mx_layout.py.
         has_scales: the gate and up weights have a scale per output channel.
         down_scale: what scales of the down weights belong to: expert, (output) channel or none.
-        in_fours: the hidden axis lies on chip as MX words need it, whatever the format; packed.
+        in_fours: the hidden axis is on chip as MX words need it, whatever the format; packed.
     """
 
     format: str = "bfloat16"
@@ -113,7 +113,7 @@ class DecodeConfig(NKIObject):
 
     Attributes:
         formula: what an expert computes.
-        weights: how its weights lie in HBM.
+        weights: layout of its weights in HBM.
         unroll: list entries (experts) per iteration of the loop, a power of two.
         h_axis: the hidden axis on partitions.
         i_axis: the intermediate axis of one chunk on partitions.
@@ -170,7 +170,7 @@ def core_chunks(config: DecodeConfig) -> int:
 
 
 def entry_stride(config: DecodeConfig) -> int:
-    """Return how far the list entries of one core lie apart."""
+    """Return how far the list entries of one core are apart."""
     return config.num_cores if config.shard == "experts" else 1
 
 
@@ -310,7 +310,7 @@ def packed_weights(config: DecodeConfig) -> int:
 
 
 def packed_run(config: DecodeConfig) -> int:
-    """Return the elements of a packed gate and up run; float32 numbers lie on whole words."""
+    """Return the elements of a packed gate and up run; float32 numbers start at whole words."""
     size = item_bytes(config)
     weights = -(-packed_weights(config) * size // 4) * 4
     return (weights + 4 * extra_floats(config)) // size
@@ -346,7 +346,7 @@ def weighs_inner(config: DecodeConfig) -> bool:
 
 
 def asks_early(config: DecodeConfig) -> bool:
-    """Whether the first weights are asked for while rows of tokens are still on chip."""
+    """Whether the first weights are loaded while rows of tokens are still on chip."""
     return config.T <= _ASKING_TOKENS and config.H <= _MAX_ROW
 
 
@@ -424,7 +424,7 @@ def rows_out(config: DecodeConfig) -> int:
 def keeps_scales(config: DecodeConfig) -> bool:
     """Whether an expert's channel scales are copied: its buffer may be loaded before they are used.
 
-    They lie in the buffer of its first chunk, and the sums are made after its last.
+    They are in the buffer of its first chunk, and the sums are made after its last.
     """
     return config.weights.down_scale == "channel"
 

@@ -1,8 +1,8 @@
-"""The two ends of a decode kernel: tokens onto the contraction axis, and y^T back into rows.
+"""Prologue and epilogue of a decode kernel: tokens onto the contraction axis, y^T back into rows.
 
 A few tokens move as they are, [h, T, H/h] being long runs of a row on each partition; more of them
 pass the tensor engine. At the end every core finishes half of the tokens: the cores exchange the
-other halves of their partial sums. Sums that are rows have an end of their own (row_ends.py).
+other halves of their partial sums. Sums that are rows have an epilogue of their own (row_ends.py).
 """
 
 import nki.isa as nisa
@@ -19,7 +19,7 @@ from nki_kernels.decode.config import (
     is_direct_out,
 )
 from nki_kernels.decode.memory import ends_table, token_table
-from nki_kernels.decode.row_ends import Ending, finish_rows
+from nki_kernels.decode.row_ends import Epilogue, finish_rows
 
 _TRANSPOSED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
 
@@ -48,6 +48,7 @@ def transpose_tokens(
 ) -> nl.NkiTensor:
     """Return x^T as a [h, H/h, T] view of what `load_tokens` gives."""
     h_axis = config.h_axis
+    # Loaded as [h, T, H/h]: x^T but for the order of the axes, which matmuls read with a stride.
     if is_direct_in(config):
         return row_tiles[0].permute((0, 2, 1))
     transposed_sb = allocate(token_table(config).transposed)[0]
@@ -88,17 +89,17 @@ def _load_directly(
         )
 
 
-def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
+def finish(config: DecodeConfig, sums: SumBuffers, core: int, epilogue: Epilogue) -> None:
     """Add the cores' partial sums and the residual, round once, add up the ranks' on chip, store.
 
     Args:
         config: sizes.
         sums: this core's y^T.
         core: number of this core.
-        ending: what is added, and where it is stored.
+        epilogue: what is added, and where it is stored.
     """
     if config.gives_rows:
-        finish_rows(config, sums, core, ending)
+        finish_rows(config, sums, core, epilogue)
         return
     T, size, first, skipped = config.T, config.T, 0, 0
     if config.num_cores > 1:
@@ -107,13 +108,13 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
         # Of an odd number the token in the middle is on both cores; core 0 stores it.
         skipped = core * (2 * size - T)
     if not is_direct_out(config, size):
-        _store_rows(config, sums, ending, core, size, first, skipped)
+        _store_rows(config, sums, epilogue, core, size, first, skipped)
         return
     part_sb = sums.total_sb
     if config.num_cores > 1:
-        part_sb = _add_other_half(config, sums, core, size, len(ending.residuals) > 0)
-    if size > skipped or ending.ranks.collective == "all_reduce":  # which both cores join
-        _store_directly(config, part_sb, ending, first, skipped)
+        part_sb = _add_other_half(config, sums, core, size, len(epilogue.residuals) > 0)
+    if size > skipped or epilogue.ranks.collective == "all_reduce":  # which both cores join
+        _store_directly(config, part_sb, epilogue, first, skipped)
 
 
 def _add_other_half(
@@ -155,6 +156,7 @@ def _exchange(
     other = 1 - core
     first, theirs = core * (T - size), other * (T - size)
     received_sb = apart_sb[0:rows, low:high, 0:size]
+    # A few bytes go through GpSimd, in less time than a DMA takes to start.
     by_gpsimd = count * size * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
         src=sums.total_sb[0:rows, low:high, theirs : theirs + size],
@@ -170,7 +172,7 @@ def _exchange(
 def _store_directly(
     config: DecodeConfig,
     part_sb: nl.NkiTensor,
-    ending: Ending,
+    epilogue: Epilogue,
     first: int,
     skipped: int,
 ) -> None:
@@ -180,26 +182,30 @@ def _store_directly(
     """
     rows, count, size = part_sb.shape
     spread_sb = part_sb.permute((0, 2, 1))
-    is_ready = config.num_cores > 1 and len(ending.residuals) == 0
+    # `_add_other_half` rounded them where it could.
+    is_ready = config.num_cores > 1 and len(epilogue.residuals) == 0
     if not is_ready:
         stored = ends_table(config).stored
         rounded_sb = allocate(stored)[0]
-        if len(ending.residuals) == 0:
+        if len(epilogue.residuals) == 0:
             nisa.tensor_copy(dst=rounded_sb, src=spread_sb)
         else:
-            residual_sb = nl.ndarray(stored.shape, dtype=ending.residuals[0].dtype, buffer=nl.sbuf)
+            residual_sb = nl.ndarray(
+                stored.shape, dtype=epilogue.residuals[0].dtype, buffer=nl.sbuf
+            )
+            # Nothing is loaded past H, but the sum reads it.
             if config.h_axis.size < rows * count:
                 nisa.memset(dst=residual_sb, value=0.0)
-            _load_directly(config, residual_sb, ending.residuals[0], first)
+            _load_directly(config, residual_sb, epilogue.residuals[0], first)
             nisa.tensor_tensor(dst=rounded_sb, data1=spread_sb, data2=residual_sb, op=nl.add)
         spread_sb = rounded_sb
-    spread_sb = sum_on_chip(ending.ranks, spread_sb)
+    spread_sb = sum_on_chip(epilogue.ranks, spread_sb)
     if size == skipped:
         return
     axis, offset = config.h_axis, (first + skipped) * config.H
     full, rest = axis.size // axis.count, axis.size % axis.count
     nisa.dma_copy(
-        dst=ending.output.ap(
+        dst=epilogue.output.ap(
             [[count, full], [config.H, size - skipped], [1, count]], offset=offset
         ),
         src=spread_sb[0:full, skipped:size, 0:count],
@@ -209,7 +215,7 @@ def _store_directly(
         begin = full * count
         for token in range(skipped, size):
             nisa.dma_copy(
-                dst=ending.output[first + token : first + token + 1, begin : begin + rest],
+                dst=epilogue.output[first + token : first + token + 1, begin : begin + rest],
                 src=spread_sb[full : full + 1, token, 0:rest],
                 dge_mode=nisa.dge_mode.none,
             )
@@ -218,7 +224,7 @@ def _store_directly(
 def _store_rows(
     config: DecodeConfig,
     sums: SumBuffers,
-    ending: Ending,
+    epilogue: Epilogue,
     core: int,
     size: int,
     first: int,
@@ -243,7 +249,7 @@ def _store_rows(
         rows_sb = allocate_rows(ends_table(config).stored, tokens)
         width = rows_sb.shape[1]
         residual_tiles = []
-        for residual in ending.residuals:
+        for residual in epilogue.residuals:
             residual_sb = nl.ndarray((tokens, width), dtype=residual.dtype, buffer=nl.sbuf)
             where = slice(first + begin, first + begin + tokens)
             if H < width:
@@ -258,14 +264,14 @@ def _store_rows(
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
                 ]
                 _transpose_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
-        if low == tokens and ending.ranks.collective == "all_reduce":
+        if low == tokens and epilogue.ranks.collective == "all_reduce":
             nisa.memset(dst=rows_sb, value=0.0)  # both cores join a sum
-        rows_sb = sum_on_chip(ending.ranks, rows_sb[0:tokens, 0:H])
+        rows_sb = sum_on_chip(epilogue.ranks, rows_sb[0:tokens, 0:H])
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
             for columns in (slice(0, H // 2), slice(H // 2, H)):
                 nisa.dma_copy(
-                    dst=ending.output[where, columns],
+                    dst=epilogue.output[where, columns],
                     src=rows_sb[low:tokens, columns],
                     dge_mode=nisa.dge_mode.none,
                 )

@@ -92,7 +92,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     experts = table_bytes(tokens) + table_bytes(expert_table(config))
     experts += table_bytes(mx_table(config))
     if config.weights.layout == "ehi":
-        # What lies beside the weights has tiles of its own there, small ones.
+        # What is kept beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
     at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.transposed)
     if asks_early(config):
@@ -202,7 +202,7 @@ def _first_that_fits(
 def _waits_for_memory(config: DecodeConfig) -> bool:
     """Whether computing takes less than loading, so that longer iterations gain nothing.
 
-    What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
+    What is prefetched past the end of a list, and is not there, holds up what the cores share.
     Where activating is most of computing, they gain nothing either.
     """
     load, activate = _load_ns(config), _ACTIVATE_NS * core(config.chip).steps

@@ -7,7 +7,7 @@ from nki_kernels.decode.config import DecodeConfig, is_mx, packed_rows, packed_r
 
 
 def mx_form(config: DecodeConfig) -> MxForm:
-    """Return how experts of an MX format lie."""
+    """Return the layout of experts of an MX format."""
     has_bias = config.formula.has_gate_up_bias
     return make_mx_form(config.weights.format, config.H, config.I, config.chunks, has_bias)
 

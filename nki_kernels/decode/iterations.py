@@ -57,6 +57,7 @@ def look_up(
 ) -> Entries:
     """Copy the entries from a list position on, a register, to where an iteration has them."""
     count, first = iteration.entries, iteration.first
+    # Loads and products have fixed addresses; only these copies depend on the position.
     _copy_entries(config, b.experts[0:1, 0:count], routing.list_sb, position, first)
     for tile in range(len(routing.weights)):
         columns = b.weights[tile][:, 0:count]
@@ -64,6 +65,7 @@ def look_up(
     for tile in range(len(routing.inputs)):
         columns = b.inputs[tile][:, 0:count]
         _copy_entries(config, columns, routing.inputs[tile], position, first)
+    # Both cores run these instructions; weights times 0 make nothing of one core's part.
     if iteration.is_twice:
         for table_sb in b.weights + b.inputs[0 : len(routing.inputs)]:
             column_sb = table_sb[:, 0:1]
@@ -94,6 +96,8 @@ def run_iteration(
         iteration: its steps.
         entries: which experts.
     """
+    # The order is that of every engine's queue. Engines wait for the buffers that a step reads or
+    # fills, not for the step before: loads run as far ahead as there are buffers.
     for step in iteration.steps:
         if step.kind == "load_in":
             expert = entries.experts[step.entry]

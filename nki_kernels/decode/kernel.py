@@ -15,7 +15,7 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     expert_affinities  [T, K]      float32
     first_expert       [1, 1]      int32     global number of local expert 0
     gate_up_bias       [E, 2I]     float32   optional
-    down_bias          [E, H]      bfloat16  optional; none if it lies in packed weights
+    down_bias          [E, H]      bfloat16  optional; none if it is in packed weights
     gate_up_scale      [E, 2I]     float32   optional, of output channels
     down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
     -> output          [T, H]      float32 or bfloat16
@@ -27,11 +27,11 @@ The steps:
 2. List the touched experts, and weigh what each token takes of them (list.py).
 3. Load the tokens and transpose them: x^T [h, H/h, T] stays on chip (ends.py).
 4. Go through the list in iterations, in the order that the host settled (schedule.py,
-   iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] lie in
+   iterations.py): weights of an item (a chunk of an expert) [h, H/h, 2, i] and [i, I/i, H] are in
    one of the weight buffers, a partition owning consecutive rows of HBM; y is added up over all
    experts in float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128 tokens, in rows [T, H]
    (stages.py, out.py).
-5. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
+5. Epilogue: exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
@@ -69,7 +69,7 @@ from nki_kernels.decode.ends import finish, load_tokens, transpose_tokens
 from nki_kernels.decode.iterations import known_entries, look_up, run_iteration
 from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
-from nki_kernels.decode.row_ends import Ending
+from nki_kernels.decode.row_ends import Epilogue
 from nki_kernels.decode.steps import Loop
 
 
@@ -94,9 +94,10 @@ def decode_moe(
     index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config, core)
+    # Behind the index: the list of experts does not need them.
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
-    finish(config, sums, core, Ending(output, []))
+    finish(config, sums, core, Epilogue(output, []))
     return output
 
 
@@ -127,6 +128,7 @@ def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTe
         nisa.dma_copy(
             dst=tile_sb,
             src=values[first : first + size, 0 : config.K],
+            # Everything waits for it: with addresses known beforehand no engine makes descriptors.
             dge_mode=nisa.dge_mode.none,
         )
         tiles.append(tile_sb)
@@ -144,6 +146,7 @@ def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.Nk
 
 def start_sums(sums: SumBuffers) -> None:
     """Set y to zero."""
+    # GpSimd has time: Vector and Scalar copy tokens or choose experts.
     nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
 
 
@@ -156,6 +159,7 @@ def _route_tokens(
     core: int,
 ) -> Listed:
     """Work out which experts are touched, and by how much each token; see list.py."""
+    # The list first, as loads of weights wait for it; factors are used after the first products.
     bank_ps = routing_bank(b.sums)
     routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
     weigh(config, routing, affinity_tiles, bank_ps, b.ones)

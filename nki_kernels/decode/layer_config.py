@@ -98,7 +98,7 @@ def make_layer_config(
         router: over the experts of all ranks.
         formula: what a routed expert computes.
         form: norm, shared experts, residual and what is returned.
-        weights: how the routed experts' weights lie in HBM.
+        weights: layout of the routed experts' weights in HBM.
         request: as for `make_decode_config`; the time in front of the experts is known here.
 
     Raises:

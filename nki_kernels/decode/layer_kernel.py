@@ -25,10 +25,10 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
 Between the tokens coming in and the result going out nothing passes through HBM. The order of the
 source is that of need:
 
-1. Ask for tokens, norm and router, then for the shared experts: none depends on the routing.
-2. Normalise all tokens on both cores, turn them (norm.py), make logits (router.py): of a large
+1. Load tokens, norm and router, then for the shared experts: none depends on the routing.
+2. Normalise all tokens on both cores, transpose them (norm.py), make logits (router.py): of a large
    router each core computes half of them.
-3. Pick the experts and list them (list.py), so that their weights are asked for before the
+3. Pick the experts and list them (list.py), so that their loads are issued before the
    affinities are computed; then weigh.
 4. Add the shared experts to y (shared.py): they are on chip by now, the routed ones on their way.
 5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual or the
@@ -86,7 +86,7 @@ from nki_kernels.decode.router import (
     pick_experts,
     weigh_experts,
 )
-from nki_kernels.decode.row_ends import Ending
+from nki_kernels.decode.row_ends import Epilogue
 from nki_kernels.decode.shared import load_shared, run_shared
 
 
@@ -151,7 +151,7 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, core, Ending(rows.parts[0], residuals, config.form.ranks))
+    finish(moe, sums, core, Epilogue(rows.parts[0], residuals, config.form.ranks))
     end_portion(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output
@@ -172,6 +172,7 @@ def _add_experts(
     """Route the tokens and make y of this core; the experts' place is free again then."""
     moe = config.moe
     b = make_buffers(moe, sums)
+    # Before the routing: weights that wait for it would stand in front of these in the queue.
     shared_tiles = []
     if config.form.shared_width > 0:
         shared_tiles.append(load_shared(config.shared, sums, shared[0], shared[1], core))
@@ -192,7 +193,7 @@ def _load_front(
     selection_bias: Any,
     shared_gate: Any,
 ) -> Front:
-    """Ask for what norm and router need; the tokens come first."""
+    """Load what norm and router need; the tokens come first."""
     h_axis = config.moe.h_axis
     tiles = load_tokens(hidden, h_axis)
     norms = []
@@ -254,6 +255,7 @@ def _route(
     chosen_tiles = index_tiles
     if config.form.has_padding:
         chosen_tiles = _drop_padding(index_tiles, front.real)
+    # The list first, as loads of weights wait for it; affinities are used after the first products.
     routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, core)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
     weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
@@ -271,6 +273,7 @@ def _prepare_tokens(
     banks_ps = transposed_banks(h_axis, T)
     x_sb = tiles[0].transposed_sb
     is_whole = len(tiles) == 1 and not config.form.has_norm
+    # One tile without a norm is x^T as it is; others are copied or normalised into their columns.
     if not is_whole:
         x_sb = nl.ndarray((h_axis.rows, h_axis.count, T), nl.bfloat16, buffer=nl.sbuf)
     for number in range(len(tiles)):

@@ -75,7 +75,7 @@ class ExpertTable(NamedTuple):
 
 
 def expert_table(config: DecodeConfig) -> ExpertTable:
-    """Return the buffers of experts: weights, what lies beside them, and activations on the way."""
+    """Return the buffers of experts: weights, what belongs to them, and activations on the way."""
     T, count, h_axis, i_axis = config.T, config.weight_buffers, config.h_axis, config.i_axis
     formula, form, weights = config.formula, config.weights, weight_dtype(config.weights.format)
     is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"

@@ -20,6 +20,7 @@ from nki_kernels.decode.items import mx_form
 def quantize_tokens(config: DecodeConfig, b: DecodeBuffers, transposed_sb: nl.NkiTensor) -> None:
     """Make words of x^T, a [h, H/h, T] view: four elements of a token side by side, quantised."""
     axis, fours_sb = config.h_axis, b.mx.fours[0]
+    # Whole quadrants are quantised: what no element fills must be a number.
     if axis.tail < fours_sb.shape[0]:
         nisa.memset(dst=fours_sb, value=0.0)
     for quad in range(axis.count // axis.group):

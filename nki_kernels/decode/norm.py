@@ -8,7 +8,7 @@ more the rows are loaded and transposed by the tensor engine, exactly.
 
 A normalisation by tokens is one of columns there. Their sums of squares are the diagonal of
 x x^T, whose products of bfloat16 are exact in float32; a product with ones adds them over the
-partitions and leaves each sum on all of them. What is used twice lies in PSUM, as the Vector engine
+partitions and leaves each sum on all of them. What is used twice is in PSUM, as the Vector engine
 reads one operand from SBUF and one from PSUM at full rate, and two of SBUF at half of it.
 
 The functions here take and give tiles; memory they allocate is counted by `norm_bytes`.
@@ -98,11 +98,11 @@ def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
 
 
 def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
-    """Ask for all tokens, 128 a tile; nothing here waits for them.
+    """Load all tokens, 128 a tile; nothing here waits for them.
 
     Args:
         hidden_TH: [T, H] bfloat16 in HBM.
-        h_axis: how H lies on partitions.
+        h_axis: how H is spread over partitions.
     """
     num_tokens = hidden_TH.shape[0]
     loaded = []
@@ -154,7 +154,7 @@ def transpose(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) ->
 
     Args:
         tile: the tokens.
-        h_axis: how H lies on partitions.
+        h_axis: how H is spread over partitions.
         banks_ps: PSUM banks [128, 1024] bfloat16, used in turn.
     """
     if tile.is_transposed:
@@ -192,7 +192,7 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
         cmp_op=nl.equal,
     )
     small_ps = nl.ndarray((PARTITIONS, 4, PARTITIONS), nl.float32, buffer=nl.psum)
-    # Brings the Scalar engine's table while the tokens travel; the number itself is not used.
+    # Loads the Scalar engine's table while the tokens travel; the number itself is not used.
     first_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=first_sb, op=nl.rsqrt, data=ones_sb[:, 0:1])
     for _turn in range(WARM_UPS):

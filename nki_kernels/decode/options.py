@@ -1,4 +1,4 @@
-"""From what a caller asks for to what the decode kernels are compiled for."""
+"""From what a caller requests to what the decode kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_decode_config(
     Args:
         sizes: of a step on one rank.
         formula: what an expert computes.
-        weights: how its weights lie in HBM.
+        weights: layout of its weights in HBM.
         request: mode, split and buffers as far as the cost model is not to choose them.
 
     Raises:
@@ -131,7 +131,7 @@ def _check_formula(formula: ExpertFormula, weights: WeightForm, request: DecodeR
 
 
 def _hidden_axis(size: int, weights: WeightForm) -> AxisTiles:
-    """Cut the hidden axis as the weights lie."""
+    """Cut the hidden axis as the weights are stored."""
     if is_mx_format(weights.format) or weights.in_fours:
         return tile_axis_in_fours(size)
     return _packed_axis(size) if weights.layout == "packed" else tile_axis(size)

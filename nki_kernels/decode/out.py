@@ -75,6 +75,7 @@ def _project_bank(
         if group.adds_bias:
             _multiply_bias_rows(config, b, bank_ps, group, first, stop)
         return
+    # Tile by tile: products of all items of the group add up in one place.
     for tile in range(first, stop):
         begin = (tile - first) * config.T
         for k in range(group.size):
@@ -99,6 +100,8 @@ def _out_turn(config: DecodeConfig, group: Group, place: int) -> int:
     banks = accumulator_banks(config)
     if not holds_expert(config):
         return group.item * banks + place
+    # Two experts alternate where there is room: the products of one do not wait for the sums of
+    # the other.
     return (group.ring * banks if 2 * banks <= out_banks(config) else 0) + place
 
 
@@ -161,6 +164,7 @@ def _multiply_rows(
         depth = inner_rows(config, t)
         columns_sb = weights_sb[0:depth, t - first_tile]
         if config.weights.layout == "packed":
+            # Stored tile by tile, where a tile has every count-th column of the row.
             tiles_sb = columns_sb.reshape_dim(1, (h_axis.count, h_axis.rows)).permute((0, 2, 1))
             columns_sb = tiles_sb[0:depth, first // h_axis.count : stop // h_axis.count]
         else:
@@ -231,6 +235,7 @@ def _add_bank(
         part_ps = bank_ps[0 : config.T, 0 : stop - first]
         _add_part(total_sb, part_ps, scratch_sb, place % 3 == 2)
         return
+    # An instruction has one height: shorter tiles at the end of H are added in another one.
     full = first
     while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
         full += 1
@@ -272,6 +277,7 @@ def _add_tiles(
                 nisa.activation(dst=to_sb, op=nl.copy, data=part_ps, scale=scale_sb)
         if alone == end:
             return
+    # GpSimd reads no PSUM: what it adds is scaled into SBUF first.
     total_sb = b.sums.total_sb[0:rows, alone:end, 0:T]
     part_ps = bank_ps[0:rows, (alone - first) * T : (end - first) * T]
     part_sb = scratch_sb[0:rows, 0 : (end - alone) * T]

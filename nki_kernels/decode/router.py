@@ -73,7 +73,7 @@ def pack_router_weight(
 
     Args:
         weight_NH: [N, H] of any dtype, as in the checkpoint; [1, H] for a gate.
-        axis: how H lies on partitions: `moe.h_axis` of the layer's configuration.
+        axis: how H is spread over partitions: `moe.h_axis` of the layer's configuration.
         num_parts: P, its `router_parts`; 1 for a gate.
     """
     num_experts, hidden_size = weight_NH.shape
@@ -127,7 +127,7 @@ def load_router(
     formula: RouterFormula,
     num_tokens: int,
 ) -> RouterTiles:
-    """Ask for the router's operands; those the formula does not use may be None."""
+    """Load the router's operands; those the formula does not use may be None."""
     table = router_table(weight.shape, weight.dtype, num_tokens, formula)
     own = weight[nl.program_id(0) if weight.shape[0] > 1 else 0]
     weight_sb = allocate(table.weight)[0]
@@ -176,7 +176,7 @@ def make_logits(
         first: first token.
         rows: tokens, at most 128.
         router: its operands.
-        h_axis: how H lies on partitions.
+        h_axis: how H is spread over partitions.
         num_experts: N.
         ones_sb: [128, 128] float32 of ones.
     """
@@ -266,7 +266,7 @@ def weigh_experts(
 
 
 def load_gate(gate: nl.ndarray) -> nl.ndarray:
-    """Ask for the weight of the shared experts' gate, [h, H/h, 1]."""
+    """Load the weight of the shared experts' gate, [h, H/h, 1]."""
     gate_sb = nl.ndarray(gate.shape[1:4], gate.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=gate_sb, src=gate[0], dge_mode=nisa.dge_mode.none)
     return gate_sb

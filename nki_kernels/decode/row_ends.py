@@ -1,4 +1,4 @@
-"""The end of a decode kernel whose sums are rows: the cores exchange columns, add them up, store.
+"""The epilogue of a decode kernel whose sums are rows: exchange columns, add up, store.
 
 Each core finishes half of the columns of all tokens.
 """
@@ -21,7 +21,7 @@ _PIECE_UNIT = 16  # columns
 
 
 @dataclass
-class Ending(NKIObject):
+class Epilogue(NKIObject):
     """What becomes of y.
 
     Attributes:
@@ -35,23 +35,22 @@ class Ending(NKIObject):
     ranks: RankSum = ALONE
 
 
-def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
+def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, epilogue: Epilogue) -> None:
     """Add the cores' rows and the residual, round once, add up the ranks' on chip, store.
 
-    Columns go in pieces, so that one is added and
-    stored while the next is on its way.
+    Columns go in pieces, so that one is added and stored while the next is on its way.
 
     Args:
         config: sizes.
         sums: this core's rows.
         core: number of this core.
-        ending: what is added, and where it is stored.
+        epilogue: what is added, and where it is stored.
     """
     T, share = config.T, config.H // config.num_cores
     first, theirs = core * share, (1 - core) * share
     rows_sb = allocate(ends_table(config).stored)[0]
     residual_tiles = []
-    for residual in ending.residuals:
+    for residual in epilogue.residuals:
         residual_sb = nl.ndarray((T, share), dtype=residual.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=residual_sb, src=residual[0:T, first : first + share])
         residual_tiles.append(residual_sb)
@@ -61,6 +60,7 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endin
         pieces.append(slice(begin, min(share, begin + size)))
     received = []
     if config.num_cores > 1:
+        # All exchanges are issued before any sum: later pieces travel while earlier ones are added.
         received = allocate(ends_table(config).received)
         for piece in pieces:
             sent = slice(theirs + piece.start, theirs + piece.stop)
@@ -74,10 +74,10 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endin
             )
     for piece in pieces:
         _add_columns(config, sums, rows_sb, received + residual_tiles, first, piece)
-    rows_sb = sum_on_chip(ending.ranks, rows_sb)
+    rows_sb = sum_on_chip(epilogue.ranks, rows_sb)
     for piece in pieces:
         nisa.dma_copy(
-            dst=ending.output[0:T, first + piece.start : first + piece.stop],
+            dst=epilogue.output[0:T, first + piece.start : first + piece.stop],
             src=rows_sb[0:T, piece],
             dge_mode=nisa.dge_mode.none,
         )

@@ -5,8 +5,8 @@ entries (experts) of each core, an item is a part of a chunk of one of them. It 
 and leaves nothing on chip for another one but the sums: public kernels show no loop whose transfers
 are under way from iteration to iteration. Its steps:
 
-1. Ask for the first items, as many as there are weight buffers: gate and up of an item and the down
-   weights that are used after them by turns.
+1. Load the first items, as many as there are weight buffers: gate and up of an item alternate with
+   the down weights that are used after them.
 2. Project an item into I, then load gate and up of the item that takes its buffer: nobody reads the
    old ones any more.
 3. Project a group of items out of I when the items after it have been projected in, so that the
@@ -44,6 +44,8 @@ def make_loops(config: DecodeConfig) -> tuple[Loop, ...]:
     stride, unroll = entry_stride(config), config.unroll
     is_known = config.mode == "all" or is_direct(config)
     if not is_known:
+        # The device alone knows the length: behind the longest iterations at most one of each
+        # half, and at last an entry that the cores share.
         sizes = loop_sizes(config) + [0] * (stride > 1)
         return tuple(_loop(config, size) for size in sizes)
     width = list_width(config)
@@ -56,6 +58,7 @@ def make_loops(config: DecodeConfig) -> tuple[Loop, ...]:
         loops.append(_loop(config, unroll, end=looped))
     if looped < whole:
         loops.append(_written_out(config, (whole - looped) // stride, looped))
+    # What is left does not divide between the cores: they share each of these experts.
     loops.extend(_written_out(config, 0, begin) for begin in range(whole, width))
     return tuple(loops)
 
@@ -139,6 +142,7 @@ class _Items:
         count = config.chunks * config.parts
         if not self.is_shared:
             return range(count)
+        # Whole chunks, of which core 0 takes the odd one; by halves the cores exchange projections.
         half = count // 2 if shares_halves(config) else (config.chunks + 1) // 2 * config.parts
         return range(half) if core == 0 else range(half, count)
 
@@ -148,6 +152,7 @@ class _Items:
         if begin == end:
             return
         count, parts = min(end - begin, config.weight_buffers), config.parts
+        # Down weights follow a chunk behind: all of it is projected in before any of it goes out.
         for turn in range(count + parts):
             if turn < count:
                 yield from self._load("load_in", begin + turn)
@@ -156,7 +161,9 @@ class _Items:
         groups = list(self._groups())
         for item in range(begin, end):
             yield from self._project_in(item)
+            # The products just issued were the last to read this buffer.
             yield from self._load("load_in", item + config.weight_buffers)
+            # The last groups have no item behind them to wait for.
             for after, group in groups:
                 if after == item or (item == end - 1 and after >= end):
                     yield from self._project_out(group)
@@ -169,6 +176,7 @@ class _Items:
     def _project_in(self, item: int) -> Iterator[Step]:
         """Yield the gate and up projections of an item, and what its expert needs once."""
         config, place = self.config, (item - self.begin) % len(self.own)
+        # Before the products: the tensor engine transposes the column while the weights load.
         if place == 0:
             yield self._step("spread", item)
         yield self._step("project_half" if self.is_halved else "project_in", item)
@@ -210,6 +218,8 @@ class _Items:
         firsts.append(self.end)
         for number, (item, stop) in enumerate(itertools.pairwise(firsts)):
             entry, place = divmod(item - self.begin, count)
+            # Behind the projections of the next chunk or group: the tensor engine has these while
+            # activations of this one are computed.
             after = stop - 1 + together
             if config.parts == 1 and number + 2 < len(firsts):
                 after = firsts[number + 2] - 1

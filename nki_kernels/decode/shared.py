@@ -134,7 +134,7 @@ def shared_bytes(config: DecodeConfig) -> int:
 def load_shared(
     config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor, core: int
 ) -> SharedTiles:
-    """Ask for the first items of this core."""
+    """Load the first items of this core."""
     part_sb = nl.ndarray((1, config.E), dtype=nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=part_sb, pattern=[[1, config.E]], offset=0, channel_multiplier=0)
     ones_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -147,7 +147,7 @@ def load_shared(
 
 
 def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -> None:
-    """Ask for an item of this core."""
+    """Load an item of this core."""
     part = item // config.chunks * config.num_cores + core
     part_sb = tiles.part_sb[0:1, part : part + 1]
     buffer, chunk = item % config.weight_buffers, item % config.chunks
@@ -172,11 +172,13 @@ def run_shared(
     """
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
+    # In the place of an expert's affinities: the stages do not know the difference.
     nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
     items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
         project_in(config, b, transposed_sb, buffer, item, 0, True, True)
         project_out(config, b, Group(item, 1, 0, False, True, True))
+        # Behind the products that read this buffer last.
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)

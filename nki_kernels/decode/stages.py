@@ -79,6 +79,7 @@ def load_in(
         _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
     else:
         load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
+    # The activation of a chunk comes after its last item: so do its scales and biases.
     if not is_last:
         return
     if config.formula.has_gate_up_bias:
@@ -92,6 +93,7 @@ def load_in(
         load_matrix(b.down_scale[buffer], scale, config.h_axis, 0, 1, [1, 1], 1)
     elif config.weights.down_scale == "expert":
         scale = _entry(x.down_scale, expert)
+        # One number, read onto all partitions.
         load_pattern(b.down_scale[buffer], scale, [[0, PARTITIONS], [1, 1]], 0)
 
 
@@ -118,7 +120,7 @@ def load_out(
 
 
 def _load_down_bias(config: DecodeConfig, dst_sb: nl.NkiTensor, down_bias: Entry) -> None:
-    """Load an expert's down bias, the same number of tiles of H to each quadrant it lies in."""
+    """Load an expert's down bias, the same number of tiles of H to each quadrant it takes."""
     h_axis, quadrants = config.h_axis, bias_quadrants(config)
     size = dst_sb.shape[1]
     for quadrant in range(quadrants):
@@ -146,7 +148,7 @@ def _load_part_in(
 ) -> None:
     """Load tiles of H of the gate and up columns from `first` on.
 
-    Whole rows lie after each other: one descriptor per partition, whether the expert is there or
+    Whole rows follow each other: one descriptor per partition, whether the expert is there or
     is left out.
     """
     h_axis, I, columns = config.h_axis, config.I, config.i_axis.size  # noqa: E741
@@ -201,6 +203,7 @@ def spread_column(
     """
     column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
+        # Copied to SBUF: they multiply projections in PSUM, and an instruction reads PSUM once.
         _spread(b.banks.input_ps[ring], inputs, column)
         nisa.tensor_copy(
             dst=b.input_scale[ring], src=b.banks.input_ps[ring], engine=nisa.engine.scalar
@@ -208,6 +211,7 @@ def spread_column(
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if loads_bias(config):
+        # A bias is added by a matmul of one row, bias times what the tokens take of the expert.
         nisa.tensor_scalar(
             dst=b.column_row[ring],
             data=column_ps[0 : bias_partitions(config), 0 : config.T],
@@ -217,10 +221,11 @@ def spread_column(
 
 
 def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) -> None:
-    """Turn a column, repeated 128 times; a token that is not a number stays alone."""
+    """Transpose a column, repeated 128 times; a token that is not a number stays alone."""
     begin = 0
     for table_sb in tables:
         rows, width = table_sb.shape
+        # A stride of 0 repeats the column 128 times along the free axis: on all partitions, then.
         nisa.nc_transpose(
             dst=column_ps[0:PARTITIONS, begin : begin + rows],
             data=table_sb.ap([[width, rows], [0, PARTITIONS]], offset=column),
@@ -262,6 +267,7 @@ def project_in(
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
         bank_ps = b.banks.inner_ps[(first + tile) % len(b.banks.inner_ps)]
+        # A narrow chunk: one matmul for gate and up, whose columns are side by side.
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
@@ -308,8 +314,10 @@ def project_half(
     begin, end = (0, middle) if core == 0 else (middle, config.i_axis.count)
     theirs = middle if core == 0 else 0
     sent_sb, received_sb = b.halves[0], b.halves[1]
+    # Only what the other core activates leaves; own tiles stay in PSUM until its part is here.
     for k in range(config.i_axis.count - (end - begin)):
         copy_alternating(sent_sb[0:rows, k], b.banks.inner_ps[theirs + k][0:rows, 0 : 2 * T], k)
+    # A few bytes go through GpSimd, in less time than a DMA takes to start.
     by_gpsimd = sent_sb.shape[1] * 2 * T * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
         src=sent_sb,
@@ -371,15 +379,17 @@ def _activate(
     ring: int,
     tile: int,
 ) -> None:
-    """Turn the projections of one tile into inner activations, times the tokens' weights."""
+    """Make of the projections of one tile inner activations, times the tokens' weights."""
     T, rows = config.T, rows_of(config.i_axis, tile)
     chunk = item // config.parts
     turn = (chunk * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
+        # Scaled tokens would be another x^T for each expert; their products are scaled instead.
         _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
         _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
+    # Gate first: it may use the scratch of up, which is written behind it.
     _activate_gate(config, b, gate_sb, up_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
     inner_sb = b.inner[chunk % len(b.inner)][0 : inner_rows(config, tile), tile, 0:T]
@@ -444,12 +454,14 @@ def _activate_gate(
         nisa.activation(dst=scratch_sb, op=function, data=source, scale=config.formula.scale)
         finish_gate(config.formula, gate_sb, gate_sb, source, scratch_sb)
         return
+    # Clamps stand between bias and function: the Vector engine applies them and all before.
     if clamps.has_upper or clamps.has_lower:
         operators, operands = _chain(config, b, buffer, tile, 0)
         nisa.activation(
             dst=gate_sb, op=function, data=apply_chain(gate_sb, gate, operators, operands)
         )
         return
+    # Without clamps the Scalar engine scales, adds the bias and activates in one instruction.
     bias: Any = 0.0
     scale: Any = 1.0
     if config.formula.has_gate_up_bias:

@@ -8,7 +8,7 @@ from nki_kernels.index.config import NO_WORK_TILES, BlockDims
 from nki_kernels.index.memory import sbuf_bytes
 
 MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
-_MAX_EXPERTS = 2 * BANK_FLOATS  # counts of all experts lie in two banks
+_MAX_EXPERTS = 2 * BANK_FLOATS  # counts of all experts take two banks
 _MAX_TOP_K = 32
 
 

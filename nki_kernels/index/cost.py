@@ -25,7 +25,7 @@ def cost_index_blocks(
         top_k: K.
         dims: E, B and N.
         num_cores: physical cores of the launch.
-        work_tiles: the lists of work tiles that are asked for.
+        work_tiles: the lists of work tiles to make.
     """
     num_slots = dims.num_blocks * dims.block_size
     written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)

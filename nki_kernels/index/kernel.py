@@ -21,7 +21,7 @@ and, where asked, the lists of work tiles for `blockwise_moe` (see work_tiles.py
     work_row_tiles_CVG    [C, V, G]  int32  bit by bit
     class_iterations_1L   [1, L]   int32
 
-On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
+On chip: tokens are on the partitions as in token_tiles.py, experts along the free axis; whether a
 token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over
 lower partitions by a matmul with a triangle of ones, over lower tiles by one with the identity. The
 inverse is a matmul too: slot s goes to row s // F, column s % F of a [128, F] tile, and the sum

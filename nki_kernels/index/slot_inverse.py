@@ -57,6 +57,7 @@ def invert_weights(
 ) -> None:
     """Store the weight of the pair in every slot, 0 for none; weights are [128, pairs] float32."""
     terms, rest_sb = [], weights_sb
+    # Each term is what bfloat16 holds of what the terms before leave.
     for _term in range(WEIGHT_TERMS):
         short_sb = nl.ndarray(weights_sb.shape, nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_copy(dst=short_sb, src=rest_sb)

@@ -1,13 +1,13 @@
 """Which tokens an expert's row tiles hold, on chip: for a layer, which stores no list of slots.
 
-Nobody asks for an order inside an expert, so a core places its pairs before it knows the other's:
+Nobody needs an order inside an expert, so a core places its pairs before it knows the other's:
 the first fills an expert's row tiles from the front, the second one from the back, backwards. Of a
 pair that is number n among its core's choices of an expert, by tiles of tokens, then partitions,
 
     place = n // R, row tiles from the expert's first, or back from its last
     row   = n % R, or R - 1 - n % R
 
-Column place * E + expert of a [R, W] tile tells who is there (token_search.py), for W // E places:
+Column place * E + expert of a [R, W] tile says who is there (token_search.py), for W // E places:
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
 passes, in a loop with a run-time iteration count. The token of a slot is the sum of both cores'
 columns, as it has one at most; work_tiles.py lists the columns of each work tile.
@@ -111,7 +111,7 @@ def mark_group(pairs: MarkedPairs, tiles: slice) -> None:
 
 @dataclass
 class TokenLists(nl.NKIObject):
-    """The tokens of each expert of a core, [R, W], before they are told.
+    """The tokens of each expert of a core, [R, W], before they are exchanged.
 
     Matrices are [128, 128] bfloat16.
     """
@@ -267,7 +267,7 @@ def slots_of(pairs: NumberedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> 
     return slot_sb
 
 
-def tell_lists(lists: TokenLists) -> list[nl.ndarray]:
+def exchange_lists(lists: TokenLists) -> list[nl.ndarray]:
     """Return the lists of this core, and those of the other one if there are two, which are on
     their way: [R, W + 1] uint16, 1 plus the token at each place, 0 for none, which column W is.
     """
@@ -276,10 +276,10 @@ def tell_lists(lists: TokenLists) -> list[nl.ndarray]:
     nisa.memset(dst=own_sb[:, width : width + 1], value=0, engine=nisa.engine.gpsimd)
     for search in lists.searches:
         list_found(own_sb, search, lists.num_experts, rows)
-    told = [own_sb]
+    both = [own_sb]
     if nl.num_programs(0) > 1:
-        told.append(exchange(own_sb))
-    return told
+        both.append(exchange(own_sb))
+    return both
 
 
 def spread_columns(
@@ -323,7 +323,7 @@ def look_up_tokens(lists: list[nl.ndarray], columns: list[nl.ndarray]) -> list[n
     """Return tiles [R, entries] uint16 that add up to 1 plus the token of a slot, 0 for none.
 
     Args:
-        lists: of `tell_lists`.
+        lists: of `exchange_lists`.
         columns: [R, entries] uint32 of each of them; W where there is none.
     """
     found = []

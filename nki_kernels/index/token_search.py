@@ -1,7 +1,7 @@
 """Which token each place of an expert holds: its n-th choice, found by bisection.
 
 A core's choices of an expert are numbered by tiles of tokens, then partitions. Choice n is that of
-the first token up to which more than n chose the expert. Experts lie on the partitions, copies of
+the first token up to which more than n chose the expert. Experts are on the partitions, copies of
 them side by side where they are few: copy c of expert e is partition c * E + e and looks for every
 C-th row tile of places. With 0-1 tiles chosen [128 tokens, E] of T tiles of tokens,
 
@@ -91,7 +91,7 @@ def start_counts(tokens: TokenTiles, num_experts: int, places: int) -> list[Choi
 
 def num_copies(num_experts: int, places: int) -> int:
     """Return the copies of each expert, for so many row tiles of places."""
-    if num_experts > PARTITIONS:  # of which parts would not lie side by side in a list
+    if num_experts > PARTITIONS:  # of which parts would not be side by side in a list
         return 1
     return min(places, PARTITIONS // num_experts)
 

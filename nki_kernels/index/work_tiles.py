@@ -12,7 +12,7 @@ tiles, which lack d = G v - n tiles, the formula is, for position p of a lane:
     steps run       = runs that end at or before work tile(p);  expert, size and tiles follow from
     the run
 
-On chip: all tables [128, ...] are the same on every partition; positions lie on partitions in runs,
+On chip: all tables [128, ...] are the same on every partition; positions are on partitions in runs,
 position `partition * columns + column`. _Runs and loops are found by comparing with all their ends;
 their numbers are then gathered. Numbers stay below 2^24: exact in float32.
 
@@ -53,7 +53,7 @@ class _Runs(nl.NKIObject):
 
 @dataclass
 class ListedTokens(nl.NKIObject):
-    """What a layer that lists the tokens of its experts on chip asks for; empty for who does not.
+    """What a layer that lists the tokens of its experts on chip needs; empty for who does not.
 
     Attributes:
         lists: of tokens (token_lists.py): the first one from the front, the second one from the
@@ -70,7 +70,7 @@ class KnownWorkTiles(nl.NKIObject):
     """What a core that lists tokens knows of the work tiles of its lane on chip.
 
     Attributes:
-        columns: where each row tile lies in each list of tokens, beyond all for none; [128, J]
+        columns: where each row tile is in each list of tokens, beyond all for none; [128, J]
             float32, those of a lane's [V, G] one after the other, J on a partition.
     """
 
@@ -114,7 +114,7 @@ def store_work_tiles(
         work_tiles: how work tiles are made.
         block_size: B.
         num_tiles: row tiles in all.
-        listed: what is asked for besides.
+        listed: what is wanted besides.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     work_expert, work_row_tiles, class_iterations = lists
@@ -131,6 +131,7 @@ def store_work_tiles(
     known = KnownWorkTiles([])
     for lane in range(work_tiles.num_lanes):
         is_stored = lane % num_cores == core
+        # A core lists the lanes that it stores; the only lane both do, where each looks tokens up.
         if is_stored or (listed.lists > 0 and work_tiles.num_lanes == 1):
             work_tile_sb = _number_work_tiles(loops, work_tiles, lane, columns)
             go_on(meanwhile)
@@ -399,6 +400,7 @@ def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
     columns = numbers_sb.shape[1]
     found_sb = _new(columns, nl.float32)
     ended_sb = _new(ends_sb.shape[1], nl.float32)
+    # Comparing and counting in one instruction: a column has one number a partition.
     for column in range(columns):
         nisa.tensor_scalar_reduce(
             dst=ended_sb,
@@ -436,7 +438,7 @@ def _split_runs(
 def _move_later(values_sb: nl.ndarray, positions: int) -> nl.ndarray:
     """Return the values of so many positions before, [128, columns] float32, -1 before the first.
 
-    Positions lie on partitions in runs, so that a transfer moves them to other partitions.
+    Positions are on partitions in runs, so that a transfer moves them to other partitions.
     """
     columns = values_sb.shape[1]
     moved_sb = _new(columns, nl.float32)

@@ -64,7 +64,7 @@ class PrefillLayerConfig(NKIObject):
         dims: blocks of this rank's experts.
         work_tiles: lists of work tiles, of `work_tile_dims(experts)`.
         experts: the routed experts of this rank.
-        out: the sum over a token's experts, and over ranks; told of broken tokens, and of a
+        out: the sum over a token's experts, and over ranks; knows broken tokens, and a
             residual and shared experts if any.
         returns_routing: also return affinities and experts.
         shared: shared experts of this rank as one expert that all tokens choose; of
@@ -229,7 +229,7 @@ def make_shared_config(
 ) -> PrefillConfig:
     """Return what shared experts are compiled for: one expert that all tokens choose.
 
-    Their matrices lie as `stored_parts` says: `split_parts` makes them so.
+    Their matrices are stored as `stored_parts` says: `split_parts` makes them so.
 
     Args:
         formula: of the shared experts.
@@ -254,7 +254,7 @@ def make_shared_config(
 def _shared_request(
     formula: ExpertFormula, sizes: ExpertSizes, base: PrefillConfig, asked: PlanRequest
 ) -> PlanRequest:
-    """Return how the matrices of shared experts lie, whatever the tokens: whole where the cores
+    """Return how matrices of shared experts are stored, whatever the tokens: whole where the cores
     hold a half each, twice; else by parts, whose rows are one run.
     """
     plain = replace(asked, missing=base.loop.missing)

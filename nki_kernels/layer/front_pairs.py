@@ -40,7 +40,7 @@ class FrontPairs(nl.NKIObject):
     pair_of_fold_sb: Any  # [128, F * P] uint32
 
 
-def bring_front(
+def compact_front(
     index_sb: nl.NkiTensor,
     weight_sb: nl.NkiTensor,
     tokens: TokenTiles,
@@ -92,7 +92,7 @@ def store_table(
         rows_TC, weights_TC: int32, -1 for none, and float32.
         folds: of `make_folds`.
         slot_sb: [128, n * K] float32, -1 for no expert here.
-        front: of `bring_front`.
+        front: of `compact_front`.
         tokens: of this core.
         dims: C, P and the folds.
     """
@@ -141,6 +141,7 @@ def _ranks(index_sb: nl.NkiTensor, n: int, num_experts: int) -> tuple[nl.NkiTens
         op1=nl.multiply,
         operand1=low_sb,
     )
+    # One scan over all tokens of a partition; what precedes a token's first pair is taken off.
     nisa.memset(dst=zeros_sb, value=0.0)
     running_sb, before_sb, rank_sb = _new(flat), _new(flat), _new(shape)
     _count_up_to(running_sb, here_sb, zeros_sb)
@@ -165,6 +166,7 @@ def _front(values_sb: nl.NkiTensor, rank_sb: nl.NkiTensor, most: int) -> nl.NkiT
     n = values_sb.shape[1]
     front_sb = _new((PARTITIONS, n + 1, most))
     nisa.memset(dst=front_sb[:, 0, :], value=0.0)
+    # A token has one pair of a rank at most: the sum over its choices is that pair, or 0.
     for rank in range(most):
         one_sb = _new(values_sb.shape)
         nisa.scalar_tensor_tensor(
@@ -189,6 +191,7 @@ def _places(count_sb: nl.NkiTensor, dims: FoldDims) -> tuple[nl.NkiTensor, nl.Nk
     nisa.memset(dst=place_sb, value=0.0)
     nisa.memset(dst=zeros_sb, value=0.0)
     nisa.memset(dst=most_sb[:, 0:1], value=0.0)
+    # Tokens of most pairs first: those of a loop stand behind all that were counted before.
     for loop in range(loops):
         has_sb, running_sb, found_sb, sum_sb = _new(shape), _new(shape), _new(shape), _new(shape)
         nisa.tensor_scalar(
@@ -245,6 +248,7 @@ def _fold_tokens(count_sb: nl.NkiTensor, place_sb: nl.NkiTensor, dims: FoldDims)
         operand1=key_sb,
     )
     sorted_sb = _new((PARTITIONS, F))
+    # max8 finds eight; they are taken out for the next eight.
     for first in range(0, F, _EIGHT):
         eight_sb = sorted_sb[:, first : first + _EIGHT]
         nisa.max8(dst=eight_sb, src=keys_sb)
@@ -280,6 +284,8 @@ def _ends(most_sb: nl.NkiTensor, dims: FoldDims) -> nl.NkiTensor:
     identity_sb = identity(nl.float16)
     short_sb = nl.ndarray(most_sb.shape, nl.float16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=short_sb, src=most_sb)
+    # The largest over partitions: transposed by a matmul with the identity, reduced along the free
+    # axis, and back into a row.
     transposed_ps = nl.ndarray((loops, PARTITIONS), nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=transposed_ps, stationary=short_sb, moving=identity_sb, accumulate=False)
     largest_sb = nl.ndarray((loops, 1), nl.float16, buffer=nl.sbuf)

@@ -16,7 +16,7 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
 
     hidden           [T, H]    bfloat16
     router_weight    [N, H]    as router_topk takes it; it and first_expert if there is a router
-    gate_up, down and what lies beside them as blockwise_moe takes them
+    gate_up, down and what belongs to them as blockwise_moe takes them
     first_expert     [1, 1]    int32    number of this rank's first expert among N
     index            [T, K]    int32    this rank's number of each choice, any that is none for no
                                expert here, and
@@ -37,7 +37,7 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
 
 The stages are those of the kernels named above. What a core's own tokens chose goes from the router
 to the index on chip, and so do the tokens of each work tile from there to the experts, looked up in
-the lists of both cores. What both cores need lies in HBM: normalised tokens, work tiles, slots'
+the lists of both cores. What both cores need is in HBM: normalised tokens, work tiles, slots'
 results; the cores meet after each of these is written. But for a table of ids, each stage gives its
 SBUF back before the experts begin, so that their plan is that of blockwise_moe alone.
 
@@ -49,7 +49,7 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 
 Steps:
     1. Normalise and route this core's tokens, store normalised ones; or load choices.
-    2. Tell this rank's choices from others', drop those of broken tokens.
+    2. Keep this rank's choices, drop those of others and of broken tokens.
     3. Mark and count the pairs; exchange counts; list work tiles, while tokens are looked for;
        exchange lists of tokens, look up those of each work tile.
     4. Compute the work tiles; then the shared experts, as one expert that all whole tokens choose.
@@ -84,6 +84,7 @@ from nki_kernels.index.token_lists import (
     TokenLists,
     count_choices,
     count_group,
+    exchange_lists,
     finish_counts,
     look_up_tokens,
     mark_group,
@@ -93,7 +94,6 @@ from nki_kernels.index.token_lists import (
     spread_columns,
     start_lists,
     start_marks,
-    tell_lists,
     tiles_of,
 )
 from nki_kernels.index.token_search import (
@@ -115,7 +115,7 @@ from nki_kernels.layer.config import (
     router_of,
     slot_rows,
 )
-from nki_kernels.layer.front_pairs import bring_front, store_table
+from nki_kernels.layer.front_pairs import compact_front, store_table
 from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
@@ -152,7 +152,7 @@ class LayerIndex(nl.NKIObject):
 
 @dataclass
 class Choosing(nl.NKIObject):
-    """What tells the experts of tokens: operands of norm and router, or choices."""
+    """What names the experts of tokens: operands of norm and router, or choices."""
 
     router: RouterOperands
     first_expert: Any
@@ -199,6 +199,7 @@ def prefill_layer(
     is_real: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
+    # Normalised tokens go through HBM, since either core gathers any of them.
     x_TH = hidden
     if has_norm(config):
         x_TH = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
@@ -224,6 +225,7 @@ def prefill_layer(
     if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(listed.shared_tokens, _BOTH)
     slots_PSH = compute_work_tiles(config.experts, b, x, _lists_of(listed, config))
+    # A token's slots may be the other core's work.
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
     if config.out.has_shared:
@@ -314,7 +316,7 @@ def _index_tokens(
             weight_sb = nl.ndarray(affinities_sb.shape, nl.float32, buffer=nl.sbuf)
             nisa.memset(dst=weight_sb, value=1.0)
         fronts.append(
-            bring_front(
+            compact_front(
                 local.index_sb, weight_sb, tokens, index.folds, folds_of(config), dims.num_experts
             )
         )
@@ -323,14 +325,15 @@ def _index_tokens(
     if config.experts.scaling == "pre":
         invert_weights(index.slot_scale, affinities_sb, slot_sb, meanwhile)
     finish_searches(lists.searches)
-    told = tell_lists(lists)
+    both = exchange_lists(lists)
     # The other core's lists are on their way.
     identity_sb = identity(nl.float16)
     wanted = _wanted_columns(lists, known, identity_sb, config)
+    # Experts read lists that the other core stored, and gather tokens that it normalised.
     nisa.core_barrier(index.work_tiles[2], _BOTH)
     if has_norm(config):
         nisa.core_barrier(experts.hidden, _BOTH)
-    found = look_up_tokens(told, wanted)
+    found = look_up_tokens(both, wanted)
     _fill_ids(id_table, found, lists, known, identity_sb, passes_sb, config)
     if has_table(config):
         store_table(
@@ -404,6 +407,7 @@ def _fill_ids(
     rows, entries = found[0].shape
     # The same on both cores: the first one has most tokens.
     most = split_tokens(config.experts.num_tokens, 0, nl.num_programs(0)).rows
+    # One pass is enough for most routings: further ones are iterations of a loop, often none.
     if lists_room(lists, config) < most:
         iterations = nisa.register_alloc()
         nisa.register_load(iterations, passes_sb)
@@ -412,8 +416,8 @@ def _fill_ids(
             _next_places(lists, known, config)
             finish_searches(lists.searches)
             wanted = _wanted_columns(lists, known, identity_sb, config)
-            told = tell_lists(lists)
-            for more_sb in look_up_tokens(told, wanted):
+            both = exchange_lists(lists)
+            for more_sb in look_up_tokens(both, wanted):
                 nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
 
         nl.fori_loop(0, iterations, next_pass)
@@ -454,7 +458,7 @@ def _wanted_columns(
 
 
 def _next_places(lists: TokenLists, known: KnownWorkTiles, config: PrefillLayerConfig) -> None:
-    """Let lists and columns begin behind the places of a pass; those of earlier passes lie beyond
+    """Let lists and columns begin behind the places of a pass; those of earlier passes are beyond
     all columns.
     """
     room = float(lists_room(lists, config))
@@ -583,8 +587,8 @@ def _load_choices(
 def _weigh(
     local: LocalPairs, index: LayerIndex, config: PrefillLayerConfig, tokens: TokenTiles
 ) -> nl.NkiTensor:
-    """Store what others need of each token; return affinities as the pairs lie, 0 of broken tokens,
-    [128, max(1, tiles) * K] float32.
+    """Store what others need of each token; return affinities in the order of the pairs, 0 of
+    broken tokens, [128, max(1, tiles) * K] float32.
     """
     top_k, count = choices_of(config).top_k, max(1, tokens.count)
     kept_sb = nl.ndarray((PARTITIONS, count, top_k), nl.float32, buffer=nl.sbuf)

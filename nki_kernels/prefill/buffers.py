@@ -140,8 +140,8 @@ def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffer
     up_bias, gate_up_scale = allocate(w.up_bias), allocate(w.gate_up_scale)
     down_bias, down_scale = allocate(w.down_bias), allocate(w.down_scale)
     down_scale_parts, expert_table = allocate(w.down_scale_parts), allocate(v.expert_table)[0]
-    # Turned rows and output rows are never in PSUM at once: they share what sums of the gate and up
-    # projections leave of its banks.
+    # Transposed rows and output rows are never in PSUM at once: they share what sums of the gate
+    # and up projections leave of its banks.
     outer_ps = make_tiles(
         BANKS - inner_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum
     )
@@ -269,9 +269,9 @@ class Lists(NKIObject):
 
 
 def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what the first work tiles need: token ids and experts; reset counters.
+    """Load what the first work tiles need: token ids and experts; reset counters.
 
-    What is asked for after the first weights waits for these, so the ids come before.
+    What is loaded after the first weights waits for these, so the ids come before.
     """
     stop = first_entries(config)
     if not b.has_ids:
@@ -291,6 +291,7 @@ def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         # The lane's spare tile of the output stands for none.
         keep_below(b.tile_table, config.num_tiles + lists.lane + 1)
     nisa.memset(dst=b.counter, value=0)
+    # `start_work_tiles` takes the first two.
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
@@ -311,8 +312,8 @@ def _clear_rows(b: Buffers) -> None:
 
 
 def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip the token ids of later work tiles, and their scales; the first down weights,
-    which are used last, are asked for after them.
+    """Load the token ids of later work tiles, and their scales; the first down weights, which are
+    used last, are loaded after them.
     """
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     entries, first = num_work_tiles * largest, first_entries(config)
@@ -326,12 +327,13 @@ def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     last_sb = b.id_table[0:1, num_work_tiles - 1, largest - 1 : largest]
     loop = config.loop
     ahead = 1 if config.shard.splits_h else -(-loop.weight_buffers // loop.out_parts)
+    # The first loads of down weights read these numbers, and so wait for the ids of all work tiles.
     for s in range(ahead):
         _follow(b.expert_out[s], b.expert[s], last_sb)
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what later work tiles need, beside the first weights."""
+    """Load what later work tiles need, beside the first weights."""
     entries, lane = b.expert_table.shape[1] * largest_work_tile_of(config), lists.lane
     nisa.dma_copy(dst=b.iterations, src=lists.class_iterations)
     if is_alone(config.loop):
@@ -344,11 +346,12 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         if bias_is_inside(config):
             spare = config.i_axis.rows
             R = config.tile_rows
+            # A transfer: engines start at partitions 0, 32, 64 and 96 only.
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
 
 
 def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
-    """Bring token ids of some entries on chip."""
+    """Load token ids of some entries."""
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     ids_sb = b.id_table.reshape((R, entries))[0:R, first:stop]
     values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
@@ -364,7 +367,7 @@ def keep_ids(config: PrefillConfig, ids_sb: nl.NkiTensor) -> None:
 
 
 def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
-    """Bring scales of some entries on chip."""
+    """Load scales of some entries."""
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     scales_sb = b.scale_table[0].reshape((R, entries))[0:R, first:stop]
     values, may_miss = (
@@ -378,7 +381,7 @@ def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, st
 def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
     """Take experts and ids of work tiles 0 and 1 from tables, of which more may be on its way.
 
-    Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
+    Transfers stand in one queue: weights that were issued earlier would hold up the first rows.
     """
     R, G = config.tile_rows, largest_work_tile_of(config)
     for s in range(2):
@@ -388,8 +391,8 @@ def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
 
 
 def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring scales of the first work tiles on chip, once both cores have theirs in HBM; the first
-    rows are on their way.
+    """Load scales of the first work tiles, once both cores have theirs in HBM; the first rows are
+    on their way.
     """
     if config.scaling == "none":
         return
@@ -437,6 +440,7 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     entries = rows_sb.shape[1] * rows_sb.shape[2]
     nisa.dma_copy(dst=rows_sb, src=lists.work_row_tiles.ap([[0, R], [1, entries]], offset=offset))
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
+    # From 1 on, so that 0 is left for padding; the last step takes the 1 off again.
     nisa.iota(dst=number_sb, pattern=[[1, 1]], offset=1, channel_multiplier=1)
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
@@ -484,6 +488,7 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         for begin in range(0, entries, BANK_FLOATS):
             end = min(entries, begin + BANK_FLOATS)
             sum_ps = b.outer_ps[piece % len(b.outer_ps)][0:1, 0 : end - begin]
+            # A matmul adds up over partitions.
             nisa.nc_matmul(
                 dst=sum_ps,
                 stationary=weight_sb[first : first + rows, 0:1],
@@ -504,6 +509,7 @@ def _find_ends(config: PrefillConfig, b: Buffers) -> None:
     """Write where the loops over each class end, in pairs of work tiles from the first class on."""
     sizes = iteration_pairs(config.loop)
     mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
+    # Sizes are powers of two: the mask leaves what whole iterations of that size cover.
     for k in range(len(sizes)):
         nisa.memset(dst=mask_sb[0:1, k : k + 1], value=-sizes[k])
         nisa.tensor_tensor(
@@ -604,7 +610,7 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     if config.scaling == "post":
         _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
-    # The down weights of the next work tile are asked for while its other parts are still in use.
+    # The down weights of the next work tile are prefetched while its other parts are still in use.
     _fetch(b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
 
 

@@ -20,19 +20,19 @@ BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _FIRST_ENTRIES = 256  # of the lists of work tiles: two gathers
 _ROWS_BEHIND = 1 << 12
 MOST_PAIRS = 8  # of work tiles of an iteration
-MOST_TILES = 4  # of a work tile, unless more are asked for: 512 columns
+MOST_TILES = 4  # of a work tile, unless more are requested: 512 columns
 
 
 @dataclass(frozen=True)
 class ExpertSizes(NKIObject):
-    """The experts of a rank, and how their weights lie in HBM.
+    """The experts of a rank, and the layout of their weights in HBM.
 
     Attributes:
         H: hidden size, a multiple of 64.
         I: intermediate size of this rank.
         E: experts of this rank.
         weight_format: one of weight_formats.WEIGHT_FORMATS, or an MX format of MX_WORD_BYTES, whose
-            words lie as in common/mx.py.
+            words are stored as in common/mx.py.
         has_scales: weights have a scale per output channel; only those of 8 bits do.
     """
 
@@ -88,7 +88,7 @@ class PlanRequest(NKIObject):
             shard_plan block.
         skip_weights: keep an expert's weights for the next row tile of a core; such a loop has one
             weight buffer.
-        weight_parts: in how many parts gate and up, and down weights lie in HBM, from
+        weight_parts: in how many parts gate and up, and down weights are stored in HBM, from
             weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
         largest_work_tile: most row tiles that share one load of weights.
         fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
@@ -97,7 +97,7 @@ class PlanRequest(NKIObject):
             do not (spare). Then whole row tiles are stored.
         chip: what the launch is for; MX weights need a trn3.
         iterations: of run-time loops: each loads what it uses, and leaves nothing on chip for
-            another one (alone), or asks for what the next one begins with (ahead).
+            another one (alone), or prefetches what the next one begins with (ahead).
     """
 
     shard_plan: str = "balanced"
@@ -136,11 +136,11 @@ class LoopPlan(NKIObject):
     `skips_weights`: weights that the last work tile left on chip are not loaded again.
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
-    `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
-    see weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
+    `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: stored so in HBM by
+    weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
     `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
-    reverse. A part is asked for as soon as its buffer is free.
+    reverse. A part is prefetched as soon as its buffer is free.
     `row_buffers` hold gathered rows: one of the first tile of a work tile, the others in turn. With
     two `first_buffers` the first tile of a work tile has one by the parity of the work tile, and is
     gathered two work tiles ahead. `outer_buffers` hold output tiles that wait to be stored. Where
@@ -211,7 +211,7 @@ def is_mx(config: PrefillConfig) -> bool:
 
 
 def mx_form(config: PrefillConfig) -> MxForm:
-    """Return how experts of an MX format lie."""
+    """Return the layout of experts of an MX format."""
     has_bias = config.formula.has_gate_up_bias
     return make_mx_form(config.weight_format, config.H, config.I, config.loop.in_parts, has_bias)
 
@@ -311,7 +311,7 @@ def core_depth(config: PrefillConfig) -> int:
 
 
 def stored_parts(config: PrefillConfig) -> tuple[int, int]:
-    """Return in how many parts gate and up, and down weights lie in HBM."""
+    """Return in how many parts gate and up, and down weights are stored in HBM."""
     if not config.loop.by_parts:
         return 1, 1
     return config.loop.in_parts * num_partials(config), config.loop.out_parts
@@ -366,7 +366,7 @@ def stores_pieces(config: PrefillConfig) -> bool:
 
 
 def stored_rows(config: PrefillConfig) -> int:
-    """Return the rows of a tile that one transfer stores, where they lie together."""
+    """Return the rows of a tile that one transfer stores, where they are contiguous."""
     return config.loop.piece_rows if stores_pieces(config) else config.tile_rows
 
 
@@ -393,7 +393,7 @@ def num_work_tiles(config: PrefillConfig) -> int:
 def work_tile_dims(config: PrefillConfig) -> WorkTileDims:
     """Return what the lists of work tiles are made by, on the host or by `index_blocks`."""
     loop = config.loop
-    # An iteration that loads for itself tells by itself what it has on chip.
+    # An iteration that loads for itself knows by itself what it has on chip.
     reload_after = loop.weight_buffers if loop.skips_weights and not is_alone(loop) else 0
     return WorkTileDims(
         config.shard.num_lanes,

@@ -97,7 +97,7 @@ def _expert_bytes(config: PrefillConfig) -> int:
 
 
 def _table_bytes(config: PrefillConfig, lists: WorkTileLists, tile: Ints, tables: int) -> int:
-    """Return the bytes that a core reads to bring its work tiles and some tables on chip."""
+    """Return the bytes that a core reads to load its work tiles and some tables."""
     work_tiles, entries = int(lists.work_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
     words = work_tiles + entries + len(loops_of(config.loop.classes))

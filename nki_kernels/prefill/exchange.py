@@ -6,7 +6,7 @@ of the output columns. An exchange takes about as long as a small work tile comp
 tiles are in flight: the second goes in while the first is exchanged, the first goes out while the
 second is.
 
-Weights of the next work tiles but one load as soon as their buffers are free.
+Weights of the work tile two ahead are prefetched as soon as their buffers are free.
 
 Steps of an iteration:
     1. Both work tiles in turn: multiply this core's share of the rows, send off the projections,
@@ -58,6 +58,7 @@ def start_apart(config: PrefillConfig, b: Buffers, x: Operands, share: Share) ->
     for s in range(2):
         load_beside(config, b, x, share, b.expert[s], s, 0)
         load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)
+    # Both work tiles go in before either goes out.
     for s in range(2):
         load_down(config, b, x, share, b.expert[s], s, 0, s)
 
@@ -121,6 +122,7 @@ def _go_in_apart(
     for j in range(size):
         for tile in range(last):
             _multiply_apart(config, b, s, j, tile)
+        # As in kernel.py: the copies behind the transposes run beside the last product.
         if j + 1 < size:
             transpose_tile(config, b, s, j + 1)
             gather_after(config, b, x, share, s, j + 1, size, next_size)
@@ -133,6 +135,7 @@ def _go_in_apart(
         look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
     if ahead >= 0:
+        # The products above were the last to read this buffer.
         load_gate_up(config, b, x, share, b.expert[ahead], s % 2, 0, 0)
 
 
@@ -142,6 +145,7 @@ def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int
     turn = inner_turn(config, j, 0, tile)
     bank_ps = b.inner_ps[turn]
     multiply_in(config, b, s % 2, s, j, tile, 0, bank_ps)
+    # Cores exchange SBUF, not PSUM; float32, so that the sum is rounded once.
     own_sb = b.own[inner_buffer(config, s, j)]
     copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], turn)
 
@@ -149,6 +153,7 @@ def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int
 def _exchange(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Give the other core this one's part of a row tile's projections, and take its part."""
     buffer, other = inner_buffer(config, s, j), 1 - nl.program_id(0)
+    # Both cores come here for the same row tiles in the same order, so that the halves pair up.
     nisa.sendrecv(
         src=b.own[buffer], dst=b.other[buffer], send_to_rank=other, recv_from_rank=other, pipe_id=0
     )

@@ -81,7 +81,7 @@ def loops_that_fit(
 
     Args:
         config: sizes, and a loop plan whose classes are the most there may be.
-        request: the parts in which weights lie, and the choices, if they are given.
+        request: the parts in which weights are stored, and the choices, if they are given.
         tokens_E: tokens of the experts to expect.
     """
     trials = [with_loop(config, loop) for loop in _candidates(config, request)]
@@ -141,14 +141,14 @@ def _candidates(config: PrefillConfig, request: PlanRequest) -> Iterator[LoopPla
 
 def _part_choices(config: PrefillConfig, request: PlanRequest) -> list[tuple[int, int]]:
     """Return in how many parts gate and up, and down weights may be loaded."""
-    as_they_lie = config.loop.in_parts, config.loop.out_parts
-    if is_mx(config):  # words lie in parts of I, and each part in its own transfers
-        return [as_they_lie]
+    as_stored = config.loop.in_parts, config.loop.out_parts
+    if is_mx(config):  # words are stored in parts of I, and each part in its own transfers
+        return [as_stored]
     choices = [(1, 1)]
     if not _needs_whole_experts(config):
         in_choices = _divisors(core_depth(config), _LEAST_I_PART)
         choices = [*product(in_choices, _divisors(core_width(config), _LEAST_H_PART))]
-    return [each for each in choices if request.weight_parts is None or each == as_they_lie]
+    return [each for each in choices if request.weight_parts is None or each == as_stored]
 
 
 def _outer_choices(
@@ -156,7 +156,7 @@ def _outer_choices(
 ) -> tuple[int, ...]:
     """Return how many output tiles may wait, at least."""
     outer = 2 if out_parts == 1 else size
-    # Words lie in the parts they lie in: what is left to give up is an output tile.
+    # Words stay in the parts they are stored in: what is left to give up is an output tile.
     return (outer, 1) if is_mx(config) and buffers == size == 1 else (outer,)
 
 

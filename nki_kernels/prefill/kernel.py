@@ -34,12 +34,12 @@ columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the t
 next work tile's weights, and the rows after that, load while one computes.
 
 Steps, on each core:
-    1. Allocate everything that stays (memory.py), bring the work tiles of the core's lane on chip.
-    2. Start the pipeline: weights and rows of work tile 0, the first rows of work tile 1.
+    1. Allocate everything that stays (memory.py), load the work tiles of the core's lane.
+    2. Prologue: weights and rows of work tile 0, the first rows of work tile 1.
     3. Per loop (one for each pair of work tile sizes), per iteration: two work tiles, by parity.
     4. A work tile: gate and up projections and the activation, part by part (`_go_in`); the first
        tile of the next work tile is transposed; then the down projection, part by part, and stores
-       (`_go_out`). Each part that is done asks for the part that takes its buffer.
+       (`_go_out`). Behind each part comes the load of the part that takes its buffer.
 With the hidden axis split, step 4 is that of exchange.py: two work tiles, interleaved.
 
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
@@ -158,9 +158,10 @@ def compute_work_tiles(
     """Compute every slot that the work tiles name; return the output."""
     core = nl.program_id(0)
     share = share_of(config, core)
+    # `combine` reads these zeros for a slot that is missing; of a shared output one core writes.
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
-    _start_pipeline(config, b, x, lists, share)
+    _prologue(config, b, x, lists, share)
     begin: Any = 0
     for position in range(len(loops_of(config.loop.classes))):
         if is_alone(config.loop):
@@ -178,6 +179,7 @@ def _run_alone(
     """
     sizes, pairs = loops_of(config.loop.classes)[position], iteration_pairs(config.loop)
     for number in range(len(pairs)):
+        # Where it is needed, not before: what comes behind waits for the register.
         end = nisa.register_alloc()
         nisa.register_load(end, b.ends[0][0:1, position, number : number + 1])
         _loop_over(config, b, x, share, sizes, begin, end, pairs[number])
@@ -199,7 +201,7 @@ def _loop_over(
 
     def one_iteration(pair: Any) -> None:
         fetch_iteration(config, b, pair, 2 * pairs)
-        _start_iteration(config, b, x, share, sizes)
+        _iteration_prologue(config, b, x, share, sizes)
         for s in range(0, 2 * pairs, 2):
             if config.shard.splits_h:
                 run_two_work_tiles(config, b, x, share, sizes, s)
@@ -210,7 +212,7 @@ def _loop_over(
     nl.fori_loop(begin, end, one_iteration, step=pairs)
 
 
-def _start_iteration(
+def _iteration_prologue(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
 ) -> None:
     """Do what work tile 0 of an iteration expects to be done: its weights and rows, then those of
@@ -230,6 +232,7 @@ def _start_iteration(
     if not config.shard.splits_h:
         _load_behind(config, b, x, share)
     transpose_tile(config, b, 0, 0)
+    # The single buffer of first tiles is free now.
     if loop.first_buffers == 1:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -237,11 +240,13 @@ def _start_iteration(
 def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
     """Load what the first work tile of an iteration needs beyond its weights, then the next one's.
 
-    Rows that are asked for first are first in the queues, as GpSimd touches experts after them.
+    Rows that are issued first are first in the queues, as GpSimd touches experts after them.
     """
     loop = config.loop
     steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
     experts_sb = b.fetched[0].own_sb[0:1, 0 : b.work_tiles]
+    # Copied onto themselves: the loads below read them, and so wait until GpSimd has issued the
+    # gathers before this.
     nisa.tensor_copy(dst=experts_sb, src=experts_sb, engine=nisa.engine.gpsimd)
     for work_tile in range(2):
         for step in buffers:
@@ -268,13 +273,12 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
         nisa.register_load(iterations, b.iterations[0:1, position : position + 1])
         nl.fori_loop(0, iterations, two_work_tiles)
     else:
+        # The last two work tiles are empty, for the iterations that look two ahead.
         for _iteration in range((b.expert_table.shape[1] - 2) // 2):
             two_work_tiles(_iteration)
 
 
-def _start_pipeline(
-    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share
-) -> None:
+def _prologue(config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share) -> None:
     """Do what work tile 0 expects to be done: its weights and rows, the first rows of work tile 1.
 
     The first rows come before the weights, which are used once they are transposed.
@@ -315,7 +319,7 @@ def _start_pipeline(
 def _run_work_tile(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
-    """Compute the row tiles of one work tile of an iteration, and bring in what the next two need.
+    """Compute the row tiles of one work tile of an iteration, and load what the next two need.
 
     The first tile of the next work tile is transposed before this one's down projection, so that
     the tensor engine has work while the last activation is computed.
@@ -363,6 +367,7 @@ def _go_in(
         beside = (s * parts + part) % buffers
         if h_part == 0:
             prepare_part(config, b, beside)
+        # A part of weights meets all row tiles before the next part: its buffer is free the sooner.
         for j in range(size):
             for tile in range(last):
                 project_in(config, b, buffer, beside, s, j, part, h_part, tile)
@@ -372,6 +377,8 @@ def _go_in(
                 transpose_tile(config, b, s, j + 1)
                 gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, beside, s, j, part, h_part, last)
+        # No load of gate and up weights needs this work tile's expert any more; the next one may
+        # be for the work tile two ahead.
         if step == steps - 1 and not is_alone(loop):
             look_at_expert(config, b, s)
         _load_step(config, b, x, share, s, step + loop.weight_buffers)
@@ -393,6 +400,7 @@ def _go_out(
     for part in range(parts):
         for j in range(size):
             outer = (first_outer + j) % config.loop.outer_buffers
+            # The columns of a row come part by part; its transfer needs all of them.
             project_out(config, b, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer)
@@ -431,5 +439,7 @@ def _load_part(
         if work_tile >= 0:
             load_down(config, b, x, share, b.expert[work_tile], buffer, part % parts, work_tile)
         return
+    # `expert` of this parity is that of the work tile two ahead by now (`look_at_expert`);
+    # `expert_out` keeps those whose down weights are still to come.
     expert = b.expert[s] if part // parts == 2 else b.expert_out[work_tile]
     load_down(config, b, x, share, expert, buffer, part % parts, work_tile)

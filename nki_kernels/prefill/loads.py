@@ -1,4 +1,4 @@
-"""What the prefill kernel brings on chip: token rows, weights, biases and scales.
+"""What the prefill kernel loads: token rows, weights, biases and scales.
 
 Legend: s parity of a work tile, j row tile of a work tile, part of the intermediate or hidden axis;
 h, i partitions of a tile of H or I.
@@ -79,6 +79,8 @@ def _gather(
 ) -> None:
     """Gather the rows of a row tile by their [R, 1] ids."""
     R, H, width = config.tile_rows, config.H, core_width(config)
+    # A descriptor a row, which GpSimd makes (software DGE): hardware DGE takes no offsets by row.
+    # The queue of the weights is another one, so that neither waits for the other.
     nisa.dma_copy(
         dst=b.rows[row_buffer(config, s, j)],
         src=x.hidden.ap([[H, R], [1, width]], offset=share.h_first, vector_offset=ids_sb),
@@ -109,6 +111,7 @@ def gather_after(
     next_size: int,
 ) -> None:
     """Refill the buffer of tile j, which is free again: for this work tile or the next one."""
+    # Tile j was just transposed: nobody reads its rows any more.
     ring = config.loop.row_buffers - 1
     if j + ring < size:
         gather_rows(config, b, x, share, s, j + ring)
@@ -209,7 +212,7 @@ def _load_run(dst_sb: nl.NkiTensor, entry: Entry, part: int) -> None:
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
-    """Turn what was loaded beside the weights of a part into what its use needs.
+    """Make of what was loaded beside the weights of a part what its use needs.
 
     Done when the part is used, not when it is loaded: engines take their work in order. What was
     loaded stays as it is, for a work tile that finds it still there.
@@ -249,6 +252,7 @@ def load_down(
     begin = share.h_first + part * columns
     row = H // stored_parts(config)[1]
     first = begin // row * config.I * row + begin % row
+    # Scales first: `spread_down_scale` takes them before the first product with these weights.
     if config.has_scales and part == 0:
         scale_sb = b.down_scale_parts[s % config.loop.weight_buffers]
         load_rows(scale_sb, _entry(config, x.down_scale, expert), H, share.h_first, width)
@@ -264,6 +268,8 @@ def load_down(
         return
     flat = b.down[buffer].reshape((b.down[buffer].shape[0], in_parts * i_axis.count * columns))
     size, entry = i_axis.count * columns, _entry(config, x.down, expert)
+    # Every part of I on its own: the partitions hold its rows in the order of the gate and up
+    # projections of that part.
     for k in range(in_parts):
         part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]
         base = first + (share.i_first + k * i_axis.size) * row

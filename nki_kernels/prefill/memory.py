@@ -43,7 +43,7 @@ _SMALL_TILES_BYTES = (
 
 
 class _WeightTable(NamedTuple):
-    """Weights, and what lies beside them; one of each per weight buffer."""
+    """Weights, and what belongs to them; one of each per weight buffer."""
 
     gate_up: Tiles
     down: Tiles
@@ -111,7 +111,7 @@ def weight_table(config: PrefillConfig) -> _WeightTable:
     down_biases = count if formula.has_down_bias else 0
     gate_up: tuple[int, ...] = (h_axis.rows, part_tiles(config), halves, i_axis.size)
     down = (i_rows, i_axis.count * loop.in_parts, columns)
-    if is_mx(config):  # biases of the projections lie in the run
+    if is_mx(config):  # biases of the projections are in the run
         gate_up, out = in_shape(mx_form(config)), out_shape(mx_form(config))
         down, biases = (out[0], loop.in_parts, out[1]), 0
     return _WeightTable(

@@ -22,7 +22,7 @@ from nki_kernels.prefill.config import PrefillConfig, mx_form
 def transpose_into_words(
     config: PrefillConfig, b: Buffers, rows_sb: nl.NkiTensor, transposed: int, j: int
 ) -> None:
-    """Transpose a row tile so that four elements lie side by side, and quantise it.
+    """Transpose a row tile so that four elements are side by side, and quantise it.
 
     Args:
         config, b: sizes and buffers.
@@ -41,6 +41,7 @@ def transpose_into_words(
                 data=rows_sb[0:R, elements_of(axis, first + slot)],
                 engine=nisa.engine.tensor,
             )
+        # The transposes leave the four elements of a word in four runs; this copy interleaves them.
         copy_alternating(
             fours_sb[0:rows, quad, 0:R, 0 : axis.group].permute((0, 2, 1)),
             bank_ps[0:rows, 0 : axis.group * R],
@@ -59,6 +60,7 @@ def multiply_words_in(
 ) -> None:
     """Multiply a row tile with one tile of the gate and up words of a part."""
     form, rows, R = mx_form(config), config.i_axis.rows, config.tile_rows
+    # Quantised once a row tile; every tile of I reads the same words.
     words_sb, scales_sb = b.words[transposed], b.word_scales[transposed]
     for half in range(2):
         dst_ps = bank_ps[0:rows, half, 0:R]
@@ -95,6 +97,7 @@ def project_words_out(
                     accumulate=True,
                 )
         begin = first * axis.rows
+        # Slot k holds every fourth column, from the k-th on: the eviction puts them back in order.
         wide_sb = b.outer[outer][0:R, begin : begin + axis.group * rows]
         outer_sb = wide_sb.reshape_dim(1, (rows, axis.group)).permute((0, 2, 1))
         _evict(config, b, s, j, outer_sb, bank_ps[0:R, 0 : axis.group * rows], quad)

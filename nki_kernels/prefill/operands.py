@@ -75,7 +75,7 @@ def matrix_shapes(config: PrefillConfig) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _operands(config: PrefillConfig) -> _Expected:
-    """Return shape and type of every operand that the configuration asks for."""
+    """Return shape and type of every operand of the configuration."""
     E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
     num_slots, width = config.num_tiles * config.tile_rows, num_projections(config.formula) * I
     gate_up_shape, down_shape = matrix_shapes(config)

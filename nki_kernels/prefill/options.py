@@ -1,4 +1,4 @@
-"""From what a caller asks for to what the prefill kernel is compiled for."""
+"""From what a caller requests to what the prefill kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_config(
 def best_parts(config: PrefillConfig) -> tuple[int, int]:
     """Return the `weight_parts` with which a configuration would be fastest, by estimate.
 
-    (1, 1) where an expert is loaded whole: its runs are long as they are. Weights lie in one way
+    (1, 1) where an expert is loaded whole: its runs are long as they are. Weights are stored once,
     for prompts of any length; experts of two row tiles are expected, with which a work tile loads
     about as long as it multiplies.
 
@@ -188,7 +188,7 @@ def _piece_rows(sizes: ExpertSizes, work: PrefillWork) -> int:
 def _request_of_words(
     formula: ExpertFormula, sizes: ExpertSizes, request: PlanRequest
 ) -> PlanRequest:
-    """Return a request with the parts that MX words lie in.
+    """Return a request with the parts in which MX words are stored.
 
     Raises:
         ValueError: what words are not computed for.

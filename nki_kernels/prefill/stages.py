@@ -50,6 +50,7 @@ def transpose_tile(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Transpose the rows of a row tile, scaled first if the configuration says so."""
     rows_sb = b.rows[row_buffer(config, s, j)]
     if config.scaling == "pre":
+        # In place: only the transposes below read these rows.
         nisa.tensor_scalar(
             dst=rows_sb,
             data=rows_sb,
@@ -69,6 +70,8 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
     float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
     """
     width, R, kept = core_width(config), config.tile_rows, s % config.loop.weight_buffers
+    # A matmul with ones adds the three rows and has the sum on all partitions. Its banks are those
+    # of output rows, whose products come next.
     for begin in range(0, width, BANK_FLOATS):
         end = min(width, begin + BANK_FLOATS)
         bank_ps = b.outer_ps[begin // BANK_FLOATS % len(b.outer_ps)]
@@ -106,6 +109,8 @@ def project_in(
         part, h_part: of the intermediate and of the hidden axis.
         tile: of the part.
     """
+    # Two banks alternate, one filled while the other is activated. With parts of H every sum of the
+    # work tile waits in PSUM for the last part, and has a place of its own.
     if config.loop.h_parts == 1:
         bank_ps = b.inner_ps[inner_turn(config, j, part, tile)]
     else:
@@ -137,6 +142,8 @@ def multiply_in(
     h_axis, R = config.h_axis, bank_ps.shape[2]
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
     transposed_sb = b.transposed[transposed_buffer(config, j)]
+    # Weights are stationary and rows move: the product [i, R] is what the down projection takes as
+    # its stationary side, without another transpose.
     for half in range(num_projections(config.formula)):
         for t in range(part_tiles(config)):
             of_all = h_part * part_tiles(config) + t
@@ -145,6 +152,7 @@ def multiply_in(
                 dst=bank_ps[0:rows, half, 0:R],
                 stationary=b.gate_up[buffer][0:depth, t, half, columns],
                 moving=transposed_sb[0:depth, of_all, 0:R],
+                # The first product overwrites the bank: it is never cleared.
                 accumulate=of_all > 0,
             )
 
@@ -159,7 +167,7 @@ def finish_in(
     tile: int,
     projected: nl.NkiTensor,
 ) -> None:
-    """Turn projections [rows, 2 or 1, R] into a tile of what goes into the down projection; without
+    """Make of projections [rows, 2 or 1, R] a tile of what goes into the down projection; without
     a gate the activation is that of the only projection, and there is no product.
     """
     rows, R = rows_of(config.i_axis, tile), projected.shape[2]
@@ -176,6 +184,7 @@ def finish_in(
         return
     # The activation may use the scratch of the up projection, so it comes first.
     _activate(config, b, buffer, tile, gate_sb, gate, gate_sb, up_sb)
+    # The last to read the projections, whose place is free for another tile behind this.
     operators, operands = _chain(config, b, buffer, tile, 1)
     finish_up(config.formula, inner_sb, up_sb, up, operators, operands, gate_sb)
 
@@ -244,6 +253,7 @@ def _activate(
     multiplies = needs_product(formula)
     needs_chain = clamps.has_upper or clamps.has_lower or config.has_scales
     if formula.has_gate_up_bias and not needs_chain and not multiplies and factor == 1.0:
+        # One instruction of the Scalar engine, which leaves the Vector engine free.
         bias_sb = b.gate_up_bias[buffer][0 : rows_of(config.i_axis, tile), 0, tile : tile + 1]
         nisa.activation(dst=dst_sb, op=function, data=gate, bias=bias_sb)
         return
@@ -283,8 +293,10 @@ def project_out(
         bank_ps = b.outer_ps[turn % len(b.outer_ps)][0:R, 0 : end - begin]
         for t in range(config.loop.in_parts * i_axis.count):
             depth = rows_of(i_axis, t % i_axis.count)
+            # One row more: ones in inner (`fill_rest`), the bias in the weights (`load_down`).
             if t == 0 and adds_bias and bias_is_inside(config):
                 depth = depth + 1
+            # Here rows are stationary: the product has them on the partitions, as they are stored.
             nisa.nc_matmul(
                 dst=bank_ps,
                 stationary=b.inner[inner_buffer(config, s, j)][0:depth, t, 0:R],
@@ -318,6 +330,8 @@ def _evict_rows(
     R = rows_ps.shape[0]
     outer_sb = b.outer[outer][0:R, columns]
     if config.has_scales:
+        # Vector takes all: the Scalar engine multiplies by one number a partition, and GpSimd reads
+        # no PSUM.
         row_sb = b.down_scale[s % config.loop.weight_buffers][0:R, columns]
         if config.scaling == "post":
             nisa.scalar_tensor_tensor(
@@ -370,7 +384,7 @@ def store_rows(
                 src=b.outer[outer][piece * each : (piece + 1) * each],
                 oob_mode=when_missing(config.loop.missing == "skip"),
                 dge_mode=nisa.dge_mode.hwdge,
-                # Of both queues: an iteration ends when its last transfer is asked for.
+                # Of both queues: an iteration ends when its last transfer is issued.
                 engine=nisa.engine.scalar if piece % 2 == 0 else nisa.engine.sync,
             )
     else:

@@ -25,9 +25,9 @@ class RouterConfig(NKIObject):
         hidden_dtype: element type of hidden_TH, one of DTYPES.
         weight_dtype: element type of router_weight_EH, one of DTYPES.
         num_cores: physical cores of the launch (LNC).
-        marks_broken: also tell tokens whose logits are not all numbers; `router_topk` does so by
+        marks_broken: also mark tokens whose logits are not all numbers; `router_topk` does so by
             affinities of NaN.
-        has_gate: also compute sigmoid(x . w), one number a token; only where broken ones are told.
+        has_gate: also compute sigmoid(x . w), one number a token; only with `marks_broken`.
     """
 
     formula: RouterFormula

@@ -22,7 +22,7 @@ Outputs, in shared HBM, in this order:
     logits_TE         [T, E]  float32, if config.returns_logits
     normed_TH         [T, H]  the dtype of hidden, if config.has_norm
 
-On chip: tokens lie on the partitions (token_tiles.py), but for x^T and router_weight^T, which have
+On chip: tokens are on the partitions (token_tiles.py), but for x^T and router_weight^T, which have
 128 rows of H there. Both are transposed by the tensor engine, exactly, and filled up to whole 128
 rows with zeros. All of router_weight^T stays in SBUF.
 
@@ -207,7 +207,7 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
     squared = 2 * ahead
     early = squared + ahead if config.has_norm else 0
     loaded, normed, transposed, logits = [], [], [], []
-    # What is constant is asked for where it is first used: no tile waits for more than it needs.
+    # What is constant is loaded where it is first used: no tile waits for more than it needs.
     squares_sb = allocate(table.squares)[0] if config.has_norm else None
     loaded.append(_load_hidden(x, squares_sb, config, table, tokens, 0))
     constants = _load_norm(x, config, table, tokens)
@@ -237,7 +237,7 @@ def _allocate_routed(config: RouterConfig, table: RouterTable, tokens: TokenTile
     affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
     sums_sb, shifts_sb = allocate(table.sums)[0], allocate(table.sums)[0]
     shape = (tokens.count, config.formula.top_k)
-    # Where as many are found as are wanted, they lie where affinities and indices come.
+    # Where as many are found as are wanted, they are in the tiles of affinities and indices.
     best_sb = affinities_sb.reshape_dim(1, shape)
     positions_sb = index_sb.view(nl.uint32).reshape_dim(1, shape)
     if table.best.number > 0:

@@ -1,4 +1,4 @@
-"""Carrying out a data movement: values, unwritten elements, and what the race detector is told."""
+"""Carrying out a data movement: values, unwritten elements, and what the race detector is given."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Matrix products whose bits depend on the operands alone.
 
 A BLAS adds in an order of its own, which hangs on the instruction set of the processor, on the
-shape of the whole product and on where an array lies. So each element here is the exact sum of its
+shape of the whole product and on where an array is. So each element here is the exact sum of its
 products, rounded to float64 and from there to float32. Products of float32 numbers are exact in
 float64. With narrow types all their sums mostly are, too: no order matters then. Else a BLAS is off
 by less than a bound that follows from the lengths of the two columns, and the elements that

@@ -141,7 +141,7 @@ _REDUCE_UFUNCS: Final[dict[str, np.ufunc]] = {
 def reduce_last(op: AluOp, values: Array) -> Array:
     """Reduce the last axis of an array; the order of the additions is NumPy's (pairwise).
 
-    NumPy keeps to it along the axis that lies densest in memory only.
+    NumPy keeps to it along the axis that is densest in memory only.
     """
     ufunc = _REDUCE_UFUNCS.get(op.name)
     if ufunc is not None:
@@ -255,7 +255,7 @@ class Activation:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether some inputs lie outside."""
+        """Whether some inputs are outside."""
         return self.low > -_INFINITY or self.high < _INFINITY
 
     def into(self, out: Array | None, values: _Floats) -> _Floats:

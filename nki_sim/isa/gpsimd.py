@@ -325,7 +325,7 @@ def topk(
     n: int,
     name: str | None = None,
 ) -> NkiInstruction:
-    """Find the largest of n values that lie down the 16 partitions of each group, ascending.
+    """Find the largest of n values that are down the 16 partitions of each group, ascending.
 
     Element e of a group is in its partition e % 16, column e // 16. How many are found is the width
     of val_dst. Every row of a group gets the same result, and equal values come in the order of

@@ -94,7 +94,7 @@ def _check_range(core: Core, function: Activation, values: Array) -> None:
 
 
 def _engine_id(core: Core, engine: Any, tensors: tuple[NkiTensor, ...], reduces: bool) -> int:
-    """Return the engine that activates: Scalar, or GpSimd where a kernel for gen4 asks for it.
+    """Return the engine that activates: Scalar, or GpSimd where a kernel for gen4 requests it.
 
     GpSimd has no reduction registers (nki.isa.activation, NKI 0.7).
     """

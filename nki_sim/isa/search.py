@@ -57,7 +57,7 @@ def match8(data_PF: Array, vals_P8: Array, *, first_slot_first: bool) -> Array:
     done: list[int] = []
     for slot in order:
         hits = data_PF == vals_P8[:, slot, None]
-        # Where an earlier slot has the same value, only what lies behind its occurrence counts.
+        # Where an earlier slot has the same value, only what is behind its occurrence counts.
         behind = np.full(data_PF.shape[0], -1)
         for other in done:
             taken = np.where(positions[:, other] == NO_MATCH, columns, positions[:, other])

@@ -255,7 +255,7 @@ def _check_shapes(
 
 
 def _check_bank(core: Core, result: NkiTensor) -> None:
-    """The result of one instruction lies in one PSUM bank, up to generation 3."""
+    """The result of one instruction is in one PSUM bank, up to generation 3."""
     bank = core.target.psum_bank_bytes
     box = result.geometry.box
     is_inside = box.byte_start // bank == (box.byte_end - 1) // bank
@@ -434,7 +434,7 @@ def accumulation(
         return True, None
     if not coverage.touches(box, walk):
         if not alloc.defined.empty and alloc.defined.touches(box, walk):
-            # Kernels that run on chips do it, with zeros: told, never refused.
+            # Kernels that run on chips do it, with zeros: reported, never refused.
             _settle(
                 core,
                 "True, or False to overwrite what another instruction put in this tensor",

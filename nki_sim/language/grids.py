@@ -1,8 +1,8 @@
 """Grids of tiles and blocks (NKI 0.7): `tiles`, `blocks`, `alloc_tiles`, `alloc_blocks`.
 
 A grid is a view. Along each axis it holds the numbers of the tiles that were chosen, and where they
-lie: tile t begins `step * t` elements on, its elements are `stride` apart. In a tensor that was
-there before, step is tile times stride; in one that `alloc_tiles` made on chip, tiles lie one after
+are: tile t begins `step * t` elements on, its elements are `stride` apart. In a tensor that was
+there before, step is tile times stride; in one that `alloc_tiles` made on chip, tiles are one after
 the other in row-major order, each over as many partitions as a tile has rows.
 
 Assumed, as the pages do not say it: an index that takes an untiled axis takes it out of
@@ -209,7 +209,7 @@ def _axes_of(shape: Sequence[int], tile_shape: Any) -> list[_Axis]:
 
 
 def _place(axes: Sequence[_Axis], strides: Sequence[int]) -> tuple[_Axis, ...]:
-    """Return the axes as they lie in a tensor of natural layout."""
+    """Return the axes as they are stored in a tensor of natural layout."""
     placed = zip(axes, strides, strict=True)
     return tuple([replace(a, stride=s, step=max(a.tile, 1) * s) for a, s in placed])
 
@@ -298,7 +298,7 @@ def alloc_blocks(
     address: tuple[int, int] | None = None,
     name: str = "",
 ) -> NkiBlockGrid:
-    """Make a tensor without values as a grid of blocks; it lies as `alloc_tiles` lays it."""
+    """Make a tensor without values as a grid of blocks, laid out as by `alloc_tiles`."""
     made = alloc_tiles(
         tile_shape=tile_shape,
         element_shape=element_shape,

@@ -2,7 +2,7 @@
 
 Files from low to high; each knows only those before it:
 
-- `memory`, `geometry`: bytes, which of them are defined, where a view lies.
+- `memory`, `geometry`: bytes, which of them are defined, where a view is.
 - `ambient`, `numbers`, `registers`, `views`, `tensor`: what kernels hold in their hands.
 - `shared_log`, `system`: what the cores of a launch share.
 - `iterations`: whether the iterations of a dynamic loop are alike.

@@ -103,7 +103,7 @@ class Allocator(Program):
             self.machine.allocations[alloc.trace_id] = alloc
 
     def _track(self, alloc: Allocation) -> None:
-        """Do not keep a mask of a big tensor in HBM that nobody asks for."""
+        """Do not keep a mask of a big tensor in HBM that nobody requests."""
         if self.options.uninitialized == "off":
             alloc.defined.full = True
             alloc.pending = functools.partial(_fill, alloc, self.options.fill)
@@ -158,7 +158,7 @@ class Allocator(Program):
         return NkiTensor(shape, dtype, alloc, MemoryRegion.shared_hbm, name)
 
     def _check_fit(self, alloc: Allocation) -> None:
-        """A tensor on chip must fit by itself and lie where its address says."""
+        """A tensor on chip must fit by itself and be where its address says."""
         limit = self.target.sbuf_bytes if alloc.space == tr.SBUF else self.target.psum_bytes
         memory = alloc.region.name
         if alloc.rows > 128:
@@ -194,7 +194,7 @@ class Allocator(Program):
             )
 
     def _place(self, alloc: Allocation) -> None:
-        """Find the tensors that lie on the same bytes as a newly placed one."""
+        """Find the tensors that are on the same bytes as a newly placed one."""
         place, mine = _place_of(alloc), weakref.ref(alloc)
         for block in range(place[2] // _BLOCK_BYTES, -(-place[3] // _BLOCK_BYTES)):
             alive = []

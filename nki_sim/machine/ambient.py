@@ -1,6 +1,6 @@
 """The core that the running kernel is on, as the lowest files of the machine see it.
 
-Registers and tensors are used without naming a core, so they ask for the ambient one here. What a
+Registers and tensors are used without naming a core, so they request the ambient one here. What a
 core is they need not know: `core.py` gives the same functions their full types.
 """
 

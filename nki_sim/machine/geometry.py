@@ -1,4 +1,4 @@
-"""Where a view lies: partitions, bytes, runs, and its memory range in the trace."""
+"""Where a view is: partitions, bytes, runs, and its memory range in the trace."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def find_geometry(
 
 
 class Geometry:
-    """Where a view lies: partitions and bytes, and whether it touches all bytes in between.
+    """Where a view is: partitions and bytes, and whether it touches all bytes in between.
 
     Attributes:
         box: rows and bytes of the grid of its allocation.
@@ -255,7 +255,7 @@ def describe(alloc: Allocation) -> str:
 
 
 def join_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
-    """Return size and stride of axes seen as one, or None if they do not lie side by side."""
+    """Return size and stride of axes seen as one, or None if they are not side by side."""
     size = 1
     stride: int | None = None
     expected = 0

@@ -5,7 +5,7 @@ such as a flag for the first one or `slot = 1 - slot`, gives the simulator instr
 compiled body has. `Body` keeps what the first iteration issued; every later one is compared as it
 runs.
 
-An operand is told by what is known at compile time: a tensor by its allocation, its walk and the
+An operand is known by what is known at compile time: a tensor by its allocation, its walk and the
 register of its offset, a register by which one it is, never by its value. What the body itself
 creates counts from the start of the iteration.
 """

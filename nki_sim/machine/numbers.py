@@ -1,7 +1,7 @@
 """Numbers that a type cannot hold: what overflows, saturates, is rounded, or is none any more.
 
 Findings, no errors: a kernel may mean it. Values are looked at where they are narrowed. The first
-NaN and what becomes infinite in float32 is told by the flags of the processor that simulates, which
+NaN and what becomes infinite in float32 show in the flags of the processor that simulates, which
 cost nothing; only an instruction that raised one is looked at.
 """
 
@@ -116,7 +116,7 @@ def watch_results(core: Any, writes: Sequence[Any], reads: Sequence[Any]) -> Non
 
 
 def _leaves(values: Array, low: float, high: float) -> bool:
-    """Whether some value lies outside of a range, or is no number."""
+    """Whether some value is outside of a range, or is no number."""
     if values.dtype == np.float32 and values.flags.c_contiguous:
         flat = values.reshape(-1)
         if low <= -high and np.dot(flat, flat) < min(high * high, _LARGE):

@@ -350,7 +350,7 @@ class Program:
 
 def kernel_frame() -> Any:
     """Return the frame of the nearest caller outside this package."""
-    frame: Any = sys._getframe(2)  # this function and the one that asks lie inside
+    frame: Any = sys._getframe(2)  # this function and the one that asks are inside
     while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
         frame = frame.f_back
     return frame

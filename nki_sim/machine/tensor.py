@@ -1,6 +1,6 @@
 """Tensors: strided views over an allocation, indexed by kernels and read by instructions.
 
-Element (i0, .., in-1) of a view lies at ``offset + sum(strides[k] * ik)`` elements of its type from
+Element (i0, .., in-1) of a view is at ``offset + sum(strides[k] * ik)`` elements of its type from
 the start of the allocation, counted row-major over partitions: on chip one step of the first
 axis is one partition. `Geometry` translates a view once into partitions and bytes; a pattern that
 leaves its partition or its tensor is refused there.
@@ -201,7 +201,7 @@ class NkiTensor(Views):
 
     @property
     def geometry(self) -> Geometry:
-        """Where the view lies. Raises OutOfBounds if it leaves its tensor."""
+        """Where the view is. Raises OutOfBounds if it leaves its tensor."""
         found = self._geometry
         if found is None:
             try:
@@ -348,7 +348,7 @@ def _expand_ellipsis(tensor: NkiTensor, key: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, int, int]:
-    """Return start, count and step of a slice, refusing what lies outside.
+    """Return start, count and step of a slice, refusing what is outside.
 
     An empty slice is taken: published kernels give one to a core that has no rows, and an
     instruction that writes one does nothing.

@@ -468,7 +468,7 @@ class Views:
         )
 
     def is_contiguous(self) -> bool:
-        """Return whether the elements lie side by side; on chip axis 0 is left out."""
+        """Return whether the elements are side by side; on chip axis 0 is left out."""
         first = 1 if self.on_chip else 0
         expected = contiguous_strides(self.shape)
         return all(

@@ -9,7 +9,7 @@ exchanges only.
 
 Where queues are in order, that order implies the rest. A graph for queues that may reorder keeps
 more: all readers instead of the last of each queue, and edges inside a queue, of which a `DONE`
-edge asks for the order of issue only. It cannot know what the record does not hold: accumulator
+edge requires the order of issue only. It cannot know what the record does not hold: accumulator
 registers carried over several instructions, `nl.no_reorder`, and registers of other engines.
 
 Building takes a few microseconds per instruction: regions are interned, storages that nobody writes

@@ -64,7 +64,7 @@ class LineTable(Sequence[LineTime]):
     """Source lines of a run; printing it gives a table of the largest.
 
     Attributes:
-        entries: in the order asked for.
+        entries: in the order requested.
         total_ns: of the run.
     """
 

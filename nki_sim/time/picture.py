@@ -24,7 +24,7 @@ _LINE_COLORS: Final = (
 )
 _OTHER: Final = "#cccccc"
 _LEGEND_COLUMNS: Final = 185
-_PIXELS: Final = 1500  # across; what lies closer is joined
+_PIXELS: Final = 1500  # across; what is closer is joined
 _HEIGHT: Final = 0.76  # of a lane, whose neighbour is 1 away
 
 Group = tuple[str, int, str, int]
@@ -60,7 +60,7 @@ def lanes_figure(timeline: Drawable, title: str, start_ns: float = 0.0, end_ns: 
     end_ns = end_ns or timeline.total_ns
     if not start_ns < end_ns:
         raise ValueError(
-            f"start_ns={start_ns}: must lie before end_ns={end_ns}. "
+            f"start_ns={start_ns}: must be before end_ns={end_ns}. "
             f"Choose a window inside the run of {timeline.total_ns:.0f} ns."
         )
     hot = timeline.line_times()[: len(_LINE_COLORS)]

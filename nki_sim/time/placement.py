@@ -1,4 +1,4 @@
-"""Where on chip the tensors without an address lie, and whose place they take.
+"""Where on chip the tensors without an address are, and whose place they take.
 
 The compiler places tensors for which a kernel names no address. A model without this step would let
 every new tile be filled at once, as if memory were endless. Here a tensor lives from its first to

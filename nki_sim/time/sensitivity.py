@@ -1,9 +1,9 @@
 """Does a conclusion hang on a guess?
 
 Some coefficients of the timeline are assumptions, because nothing public says better. `compare(a,
-b)` plays two runs again with each of them halved and doubled, and tells whether the faster one
+b)` plays two runs again with each of them halved and doubled, and says whether the faster one
 stays the faster one. Coefficients err together, too: `GROUPS` names those that would, measured ones
-among them; `alone_ns` turns each group.
+among them; `alone_ns` scales each group.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Sensitivity:
 
     @property
     def survives(self) -> bool:
-        """Whether no single change of a coefficient turns the outcome around."""
+        """Whether no single change of a coefficient reverses the outcome."""
         return all(variation.survives for variation in self.variations)
 
     @property
@@ -151,7 +151,7 @@ class Sensitivity:
         rows = [(f"{'as they are':<44} {'':>6}", self.a_ns, self.b_ns, "")]
         for one in sorted(self.variations, key=lambda v: -abs(v.b_ns / v.a_ns / base - 1)):
             factor = f"x{one.factor:g}" if one.factor else "flip"
-            mark = "" if one.survives else "  turns"
+            mark = "" if one.survives else "  flips"
             rows.append((f"{one.field:<44} {factor:>6}", one.a_ns, one.b_ns, mark))
         first, second = self.names
         lines = [f"{'coefficient':<44} {'factor':>6} {first:>14} {second:>14} {'ratio':>7}"]
@@ -161,15 +161,15 @@ class Sensitivity:
         if not self.survives:
             verdict = "depends on an assumed coefficient"
         elif not self.survives_placement:
-            verdict = "survives every coefficient, depends on where tensors lie"
+            verdict = "survives every coefficient, depends on where tensors are"
         else:
             verdict = "survives every change"
         lines.append(f"{self.unaffected} more changes move neither run.")
         first_ns, second_ns = self.placed_otherwise_ns
-        turned = "" if self.survives_placement else "  turns"
+        mark = "" if self.survives_placement else "  flips"
         lines.append(
             f"{'tensors placed the other way':<51} {first_ns / 1e3:>11,.2f} us "
-            f"{second_ns / 1e3:>11,.2f} us {second_ns / first_ns:>7.3f}{turned}"
+            f"{second_ns / 1e3:>11,.2f} us {second_ns / first_ns:>7.3f}{mark}"
         )
         lines.append(f"{self.faster} is faster: {verdict} (simulated).")
         return "\n".join(lines)
@@ -275,7 +275,7 @@ def alone_ns(
 
 
 def with_factors(run: Timeline, factors: Mapping[str, float]) -> tuple[Hardware, TimelineOptions]:
-    """Return the chip and the options of a run with some knobs turned.
+    """Return the chip and the options of a run with some knobs scaled.
 
     Args:
         run: the run.
@@ -293,7 +293,7 @@ def with_factors(run: Timeline, factors: Mapping[str, float]) -> tuple[Hardware,
 
 
 def with_factors_ns(run: Timeline, factors: Mapping[str, float], nodes: int | None = None) -> float:
-    """Return the total time of a run with some knobs turned, or that of its first nodes."""
+    """Return the total time of a run with some knobs scaled, or that of its first nodes."""
     chip, options = with_factors(run, factors)
     return play(run.prepared, chip, options, nodes).total_ns
 

@@ -25,7 +25,7 @@ from nki_sim.errors import NkiValidationError
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 from tests.golden import digests
-from tests.golden.traces import digest, plain, told
+from tests.golden.traces import digest, plain, shown
 
 FILE = Path(__file__).with_suffix(".json")
 CALLS_EACH = 100  # and LONGER times as many in the long run
@@ -646,7 +646,7 @@ def outcome(name: str, number: int) -> str:
         with np.errstate(all="ignore"):
             result = execute(body, options=options, **tiles)
     except NkiValidationError as error:
-        return told(error)
+        return shown(error)
     findings = sorted(plain(f"{finding.kind} {finding.text}") for finding in result.run.findings)
     bits = hashlib.sha256()
     exact = name not in INEXACT and not {nl.rsqrt, nl.power} & set(

@@ -4,7 +4,7 @@
 
 One outcome for each request: what was chosen and what every function of the modules below answers
 that takes the configuration alone, or the sentence of the refusal. The estimates by which buffers
-are chosen show too, so a run that only moved these is told apart by `--show NUMBER`.
+are chosen show too, so a run that only moved these is recognised by `--show NUMBER`.
 """
 
 import argparse

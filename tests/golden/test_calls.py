@@ -22,9 +22,9 @@ def test_more_calls_end_as_they_did(name: str) -> None:
 def check(name: str, numbers: range) -> None:
     """Compare what comes of calls with what is written down."""
     other = digests.others(calls.short(name, numbers), WRITTEN[name], numbers.start)
-    told = [f"{calls.drawn(name, n)[0]}: {calls.outcome(name, n)}" for n in other[:3]]
+    shown = [f"{calls.drawn(name, n)[0]}: {calls.outcome(name, n)}" for n in other[:3]]
     assert not other, (
-        f"{name} {other}: {told}. If that is meant: python -m tests.golden.calls --write"
+        f"{name} {other}: {shown}. If that is meant: python -m tests.golden.calls --write"
     )
 
 

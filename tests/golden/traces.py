@@ -41,7 +41,7 @@ def digest(traces: list[Trace]) -> str:
     return f"{sum(map(len, traces))} {seen.hexdigest()[:12]}"
 
 
-def told(error: Exception) -> str:
+def shown(error: Exception) -> str:
     """Return class and sentence of an error."""
     return f"{type(error).__name__}: {plain(str(error))}"
 
@@ -83,8 +83,8 @@ def check_outputs(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], f
     bound = signature.bind(*args, **named).arguments
     shapes = {key: tuple(value.shape) for key, value in bound.items() if hasattr(value, "shape")}
     records = {key: each for key, each in bound.items() if key not in shapes and is_dataclass(each)}
-    told = outputs_of(function.__name__, shapes, records)
-    pairs = zip(told, found, strict=True) if isinstance(told, tuple) else [(told, found)]
+    shown = outputs_of(function.__name__, shapes, records)
+    pairs = zip(shown, found, strict=True) if isinstance(shown, tuple) else [(shown, found)]
     for one, real in pairs:
         assert (one.shape, one.dtype) == (real.shape, str(real.dtype)), function.__name__
 

@@ -191,7 +191,7 @@ FAMILIES |= {
     ),
 }
 DEEPSEEK: dict[str, Any] = {
-    "head_dim": LEFT_OUT,  # transformers would take it for the size of the turned part
+    "head_dim": LEFT_OUT,  # transformers would take it for the size of the rotated part
     "num_key_value_heads": 4,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
@@ -237,7 +237,7 @@ MINIMAX = {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok
 MINIMAX_ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
 FAMILIES |= {
     "minimax_m2": Family("minimax_m2", {**MINIMAX, "rope_parameters": MINIMAX_ROPE}),
-    "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX),
+    "minimax_m2-rotated-whole": Family("minimax_m2", MINIMAX),
 }
 ERNIE: dict[str, Any] = {
     "intermediate_size": 96,
@@ -586,7 +586,7 @@ FAMILIES |= {
         variant="published",
     ),
     "granitemoehybrid": Family("granitemoehybrid", GRANITE_HYBRID, variant="published"),
-    "granitemoehybrid-turned": Family(
+    "granitemoehybrid-rotated": Family(
         "granitemoehybrid",
         {
             **GRANITE_HYBRID,

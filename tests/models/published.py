@@ -282,7 +282,7 @@ def deepseek_v3(config: dict[str, Any]) -> Header:
     size, heads, vocab = (
         config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")
     )
-    turned, rank, query_rank = (
+    rotated, rank, query_rank = (
         config[name] for name in ("qk_rope_head_dim", "kv_lora_rank", "q_lora_rank")
     )
     plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -296,8 +296,8 @@ def deepseek_v3(config: dict[str, Any]) -> Header:
         yield block + "post_attention_layernorm.weight", (size,)
         yield block + "self_attn.q_a_proj.weight", (query_rank, size)
         yield block + "self_attn.q_a_layernorm.weight", (query_rank,)
-        yield block + "self_attn.q_b_proj.weight", (heads * (plain + turned), query_rank)
-        yield block + "self_attn.kv_a_proj_with_mqa.weight", (rank + turned, size)
+        yield block + "self_attn.q_b_proj.weight", (heads * (plain + rotated), query_rank)
+        yield block + "self_attn.kv_a_proj_with_mqa.weight", (rank + rotated, size)
         yield block + "self_attn.kv_a_layernorm.weight", (rank,)
         yield block + "self_attn.kv_b_proj.weight", (heads * (plain + value), rank)
         yield block + "self_attn.o_proj.weight", (size, heads * value)

@@ -139,7 +139,7 @@ def test_cache_refuses_what_does_not_fit() -> None:
     cache = new_cache()
     assert cache.reserve(torch.ones(2, 3, dtype=torch.bool)) == (0, 3)
     with pytest.raises(
-        ValueError, match="capacity=4: 3 positions are in use and 2 more are asked for"
+        ValueError, match="capacity=4: 3 positions are in use and 2 more are requested"
     ):
         cache.reserve(torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="input_ids has 3 sequences: the cache was made for 2"):

@@ -220,11 +220,11 @@ def test_the_kernels_compute_what_torch_computes(name: str, tmp_path: Path) -> N
     exact, plain, kernels = follow_all(name, tmp_path)
     for moe in kernels.moes:
         assert moe.explain("prefill", 20).decision.kernel == "nki.prefill_layer"
-        told = moe.explain("decode", len(PROMPTS))
-        assert told.decision.kernel == "nki.decode_layer"
+        shown = moe.explain("decode", len(PROMPTS))
+        assert shown.decision.kernel == "nki.decode_layer"
         has_plain_norm = type(moe.rmsnorm) is RMSNorm
-        assert ("one kernel: rmsnorm, router, routed experts" in str(told)) is has_plain_norm
-        assert (", residual\n" in str(told)) is has_plain_norm
+        assert ("one kernel: rmsnorm, router, routed experts" in str(shown)) is has_plain_norm
+        assert (", residual\n" in str(shown)) is has_plain_norm
     with torch.inference_mode():
         assert exact.choices() == plain.choices() == kernels.choices()
         for layer, calls in enumerate(kernels.calls):

@@ -146,7 +146,8 @@ def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> Non
         model = meta_model(name)
         reaches = [attention.reach.chunk for attention in model.attentions]
         assert reaches == [8192, 8192, 8192, None] * 12
-        assert [attention.turns for attention in model.attentions] == [True, True, True, False] * 12
+        rotates = [attention.rotates for attention in model.attentions]
+        assert rotates == [True, True, True, False] * 12
         assert model.config.moe_layers == tuple(range(step - 1, 48, step))
         assert model.config.attn_temperature_tuning
 
@@ -235,7 +236,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         r"moe_layers=\[\]: must be layers",
     ),
     "llama4-far-experts": ("llama4-scout", {"moe_layers": [4]}, "must be layers below num_hidden"),
-    "llama4-few-turns": (
+    "llama4-few-rotations": (
         "llama4-scout",
         {"no_rope_layers": [1, 0]},
         "must have one entry for",
@@ -260,7 +261,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "glm4-groups": ("glm4_moe", {"topk_group": 2}, "topk_group=2: must not exceed n_group=1"),
     "glm4-uneven-groups": ("glm4_moe", {"n_group": 3}, "n_group=3: num_experts=8 must split"),
-    "glm4-turns-all-and-more": (
+    "glm4-rotates-all-and-more": (
         "glm4_moe",
         {"partial_rotary_factor": 1.5},
         "partial_rotary_factor=1.5: must be above 0 and not above 1",

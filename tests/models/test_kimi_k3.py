@@ -161,8 +161,8 @@ REFUSED |= {
 @pytest.mark.parametrize("family", ["kimi_k3", "hy_v4"])
 def test_layers_between_several_streams_run_not_alone(family: str, tmp_path: Path) -> None:
     write_checkpoint(FAMILIES[family].config(), tmp_path, seed=1)
-    told = f"model_type='{family}' take more than one residual stream"
-    with pytest.raises(ValueError, match=told):
+    shown = f"model_type='{family}' take more than one residual stream"
+    with pytest.raises(ValueError, match=shown):
         LayerwiseModel(tmp_path, torch.float32)
 
 

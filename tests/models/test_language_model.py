@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill_cache(cache: Path, name: str = HUB_ID) -> Path:
-    """Put the shipped model, with a chat template, into a cache as a download would lie there."""
+    """Put the shipped model, with a chat template, into a cache as a download would be there."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / ("0" * 40)
     shutil.copytree(checkpoint_folder(TINY_NAME), snapshot, ignore=shutil.ignore_patterns("traces"))
@@ -107,10 +107,10 @@ def test_an_unknown_choice_is_answered_with_the_nearest(model: LanguageModel) ->
 def test_explain_says_what_the_command_says(
     model: LanguageModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = str(model.explain("decode", 8))
+    noted = str(model.explain("decode", 8))
     options = ["--phase", "decode", "--tokens", "8", "--backend", "torch"]
     assert cli.main(["explain", "--model", TINY_NAME, *options]) == 0
-    assert told.splitlines()[0] in capsys.readouterr().out
+    assert noted.splitlines()[0] in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -203,7 +203,7 @@ def test_what_no_message_can_change_shows_before_a_chat_loads(
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """What of the hub's interface a download asks for, over the files of a folder."""
+    """What of the hub's interface a download requests, over the files of a folder."""
 
     def __init__(self, *request: object, folder: Path) -> None:
         self.folder = folder
@@ -304,14 +304,14 @@ def documented(kind: str) -> str:
 def test_the_page_can_be_followed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill_cache(cache, "openai/gpt-oss-20b")
     exec(compile(documented("python"), "python.md", "exec"), {"__name__": "page"})
-    told = capsys.readouterr().out
+    noted = capsys.readouterr().out
     for expected in (
         "6 layers, 6 with 32 experts",
         "decode, 8 tokens: ",
         "best for tpot: TP",
         "tp=",
     ):
-        assert expected in told
+        assert expected in noted
 
 
 @pytest.mark.long

@@ -57,10 +57,10 @@ def test_only_the_tensors_of_the_vision_tower_are_left_out(folder: Path) -> None
 def test_the_scale_of_a_query_goes_by_its_place_and_not_by_padding(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
     attention = model.attentions[3]
-    assert not attention.turns
+    assert not attention.rotates
     query, key = torch.ones(1, 3, 4, 16), torch.ones(1, 3, 2, 16)
     tokens = model.describe_tokens(torch.tensor([[0, 8191, 5 * 8192 - 1]]), None)
-    scaled, same = attention.turn(query, key, tokens)
+    scaled, same = attention.rotate(query, key, tokens)
     assert torch.equal(same, key)
     expected = 1 + 0.1 * torch.tensor([0.0, 1.0, 5.0]).log1p()
     torch.testing.assert_close(scaled[0, :, 0, 0], expected)

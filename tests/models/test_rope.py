@@ -71,8 +71,8 @@ def test_interleaved_rotation_is_that_of_transformers() -> None:
     query, key = torch.randn(2, 4, 4, 64), torch.randn(2, 4, 2, 64)
     expected = apply_rotary_emb(query, key, torch.complex(cos, sin))
     for part, wanted in zip((query, key), expected, strict=True):
-        turned = apply_rope(part, cos, sin, is_interleaved=True)
-        assert torch.allclose(turned, wanted, rtol=1e-6, atol=1e-6)
+        rotated = apply_rope(part, cos, sin, is_interleaved=True)
+        assert torch.allclose(rotated, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_plain_frequencies_are_the_geometric_series() -> None:

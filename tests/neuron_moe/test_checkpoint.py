@@ -525,7 +525,7 @@ def test_tied_parameters_stay_one(tmp_path):
 @pytest.mark.parametrize("variant", ["mxfp4", "bf16", "split"])
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_reads_exactly_its_slice(tmp_path, net, variant, rank):
-    size = INTERMEDIATE // 3  # 32 is a group; 2 x 32 lies across groups of the other layout
+    size = INTERMEDIATE // 3  # 32 is a group; 2 x 32 is across groups of the other layout
     mine = range(rank * size, (rank + 1) * size)
     experts = (3, 0)  # a placement of experts, in its own order
     gate_and_up = (*mine, *(INTERMEDIATE + column for column in mine))
@@ -573,7 +573,7 @@ def test_a_slice_outside_of_the_tensor_is_refused(tmp_path, net, selection):
         return selection if name == "layers.0.down" else everything(shape)
 
     with pytest.raises(
-        ValueError, match=r"layers\.0\.down: the shard must lie within \[4, 96, 64\]"
+        ValueError, match=r"layers\.0\.down: the shard must be within \[4, 96, 64\]"
     ):
         load_net(tmp_path, shard=shard)
 

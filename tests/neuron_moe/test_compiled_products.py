@@ -31,7 +31,7 @@ EXACT = {torch.float32: 1e-6, torch.bfloat16: 1e-5}  # bfloat16 products are exa
 
 
 def make(dtype: torch.dtype, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows [n, in], matrices [E, in, out] that lie as [out, in], and biases."""
+    """Return rows [n, in], matrices [E, in, out] stored as [out, in], and biases."""
     num_inputs, num_outputs = sizes
     matrices_Enk = (torch.randn(9, num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
     rows_nk = torch.randn(sum(COUNTS), num_inputs).to(dtype)

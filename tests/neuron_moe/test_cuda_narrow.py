@@ -197,8 +197,8 @@ def test_mxfp4_codes_are_half_bytes_and_the_same_numbers() -> None:
 
 def test_the_format_is_told_and_the_nki_backend_refuses_mxfp4() -> None:
     experts = build("cuda", "mxfp4")
-    told = " ".join(experts.plan(Step("decode", 4)).notes())
-    assert "mxfp4, decoded in registers and multiplied in torch.float32" in told
+    shown = " ".join(experts.plan(Step("decode", 4)).notes())
+    assert "mxfp4, decoded in registers and multiplied in torch.float32" in shown
     with pytest.raises(ValueError, match="MXFP4 as backend='cuda' packs it"):
         check_weights(experts.weights())
 

@@ -127,9 +127,9 @@ def test_explain_suggests_a_block_size_that_fits_the_load() -> None:
 
 
 def test_decode_names_no_blocks_of_its_own() -> None:
-    told = str(_moe().explain("decode", 2))
-    assert "padding" not in told
-    assert "block_size" not in told.split("  not ")[0]
+    shown = str(_moe().explain("decode", 2))
+    assert "padding" not in shown
+    assert "block_size" not in shown.split("  not ")[0]
 
 
 @pytest.mark.parametrize(

@@ -189,13 +189,13 @@ def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
     """Return what functions keep on the stack, which are spilled registers."""
     (folder / "kernel.cubin").write_bytes(cubin)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    told = subprocess.run(
+    shown = subprocess.run(
         [tools / "cuobjdump", "-res-usage", folder / "kernel.cubin"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return {int(size) for size in re.findall(r"STACK:(\d+)", told.stdout)}
+    return {int(size) for size in re.findall(r"STACK:(\d+)", shown.stdout)}
 
 
 def report(folder: Path, which: str) -> dict[str, dict[str, Any]]:
@@ -228,8 +228,8 @@ def reported(which: str) -> dict[str, dict[str, Any]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, folder, which]
-        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, dict[str, Any]] = json.loads(told.stdout)
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, Any]] = json.loads(shown.stdout)
     return found
 
 
@@ -275,7 +275,7 @@ def test_one_token_waits_for_the_launch_beside_it() -> None:
 
 
 def test_no_kernel_asks_a_number_that_may_be_a_constant_for_its_type() -> None:
-    # Triton makes a constant, which has no methods, of an argument that is 1, unless it is told.
+    # Triton makes a constant, which has no methods, of an argument that is 1, if not declared.
     sources = [path.read_text() for path in Path(hopper.__file__).parent.glob("*.py")]
     launched = set(re.findall(r"kernels\.(\w+)\[|hopper\.(\w+)\[", "".join(sources)))
     names = {name for pair in launched for name in pair if name}
@@ -287,12 +287,12 @@ def test_no_kernel_asks_a_number_that_may_be_a_constant_for_its_type() -> None:
     }
     assert len(found) >= 14
     for name, node in found.items():
-        told = "".join(map(ast.unparse, node.decorator_list))
+        shown = "".join(map(ast.unparse, node.decorator_list))
         for argument in node.args.args:
             number = argument.arg
             is_number = argument.annotation is None and not number.endswith(("_ptr", "_desc"))
             asks = re.search(rf"\b{number}\.(to|dtype)\b", ast.unparse(node))
-            assert not is_number or not asks or number in told, f"{name}: {number}"
+            assert not is_number or not asks or number in shown, f"{name}: {number}"
 
 
 if __name__ == "__main__":

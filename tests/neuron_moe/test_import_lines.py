@@ -1,4 +1,4 @@
-"""The table of import lines in docs/nxdi.md holds, and each field of the configuration is told."""
+"""The table of import lines in docs/nxdi.md holds, and each field of the configuration is named."""
 
 import dataclasses
 import importlib
@@ -52,9 +52,9 @@ from neuronx_distributed.parallel_layers import parallel_state
 
 def test_every_field_of_the_blockwise_configuration_has_a_documented_line() -> None:
     text = BlockwiseMatmulConfig.__doc__ or ""
-    told = re.findall(r"^        (\w+): \S", text, flags=re.MULTILINE)
+    shown = re.findall(r"^        (\w+): \S", text, flags=re.MULTILINE)
     fields = [field.name for field in dataclasses.fields(BlockwiseMatmulConfig)]
-    assert [name for name in told if name in fields] == fields
+    assert [name for name in shown if name in fields] == fields
 
 
 def test_nothing_answers_to_nki_until_a_kernel_is_asked_for() -> None:

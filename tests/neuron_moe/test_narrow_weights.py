@@ -109,8 +109,8 @@ def test_decode_in_every_format_and_layout_is_as_right_as_torch(form: str, layou
     assert is_narrow(nki) == [form != "bfloat16"] * 2
     wanted = compute(exact, 1)
     assert rms_error(compute(nki, 1), wanted) <= 1.05 * rms_error(compute(bf16, 1), wanted)
-    (told,) = [note for note in notes(nki, "decode") if note.startswith("plan:")]
-    assert told.endswith("laid out for decode" if layout == "for-decode" else "plain layout")
+    (shown,) = [note for note in notes(nki, "decode") if note.startswith("plan:")]
+    assert shown.endswith("laid out for decode" if layout == "for-decode" else "plain layout")
     # Prefill reads the plain form beside it.
     assert rms_error(compute(nki), wanted) <= 1.05 * rms_error(compute(bf16), wanted)
 
@@ -408,8 +408,8 @@ def test_experts_too_large_for_the_chip_are_laid_out_for_prefill(has_scales: boo
     hidden_TH, index_T1 = torch.randn(tokens, size).bfloat16(), torch.arange(tokens)[:, None] % 3
     plain = experts(hidden_TH, torch.ones(tokens, 1), index_T1, tokens)
     experts.pack_weights(for_prefill=True)
-    told = experts.plan(Step("prefill", tokens)).notes()
-    assert "by parts weights loaded in" in " ".join(told)
+    shown = experts.plan(Step("prefill", tokens)).notes()
+    assert "by parts weights loaded in" in " ".join(shown)
     laid_out = experts(hidden_TH, torch.ones(tokens, 1), index_T1, tokens)
     torch.testing.assert_close(laid_out, plain, rtol=0.02, atol=0.02 * plain.abs().max().item())
 
@@ -424,7 +424,7 @@ def test_experts_that_fit_on_chip_are_not_laid_out_for_prefill() -> None:
         dtype=torch.bfloat16,
         backend="nki",
     )
-    with pytest.raises(ValueError, match="for_prefill=True: the plan asked for"):
+    with pytest.raises(ValueError, match="for_prefill=True: the plan requested"):
         tuned.pack_weights(for_prefill=True)
 
 

@@ -69,7 +69,7 @@ def biased(**terms: Any) -> RouterFormula:
 
 
 def renamed(names: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return what gives theirs under our names; experts lie transposed."""
+    """Return what gives theirs under our names; experts are transposed."""
 
     def rename(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -295,7 +295,7 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
         found = ours(tokens.bfloat16(), token_ids=each)[0].double()
         truth = expected[:, : tokens.shape[1]].double()
         assert (found - truth).norm() < 2e-2 * truth.norm()
-    told = str(ours.explain("decode", 2))
+    shown = str(ours.explain("decode", 2))
     for part, is_there in (
         ("a table of token ids", layer.spec.get("table_size")),
         ("identity experts", layer.spec.get("num_identity")),
@@ -303,7 +303,7 @@ def test_nki_is_as_near_as_bfloat16_can_be(name: str) -> None:
         ("router: torch, which caps logits", layer.spec.get("logit_softcap")),
         ("latents", layer.latent),
     ):
-        assert (part in told) == bool(is_there)
+        assert (part in shown) == bool(is_there)
 
 
 @pytest.mark.parametrize(

@@ -221,10 +221,10 @@ def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
 
 def test_explain_names_kernel_and_plan_of_prefill() -> None:
     tuning = {"use_shard_on_block_dynamic_while": True}
-    told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
-    assert (told.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
-    assert "one kernel: router, index, routed experts, combine\n" in str(told)
-    assert "dynamic loop, block shards, work tiles of 1 row tiles" in str(told)
+    shown = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
+    assert (shown.path, shown.decision.kernel) == ("blockwise", "nki.prefill_layer")
+    assert "one kernel: router, index, routed experts, combine\n" in str(shown)
+    assert "dynamic loop, block shards, work tiles of 1 row tiles" in str(shown)
     assert not any(
         "plan:" in note
         for note in build("torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes
@@ -242,15 +242,15 @@ def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfi
 
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": None}, torch.bfloat16)
-    told = layer.explain("prefill", T)
+    shown = layer.explain("prefill", T)
     best, *_ = rank(layer.expert_mlps.parts("prefill"), Step("prefill", T))
     of_that_size = rank(layer.expert_mlps.parts("prefill"), Step("prefill", T), best.block_size)
     plan = best.request.shard_plan
     other = next(each for each in of_that_size if each.request.shard_plan != plan)
-    assert told.block_size == best.block_size != 512
-    assert f"{best.request.shard_plan} shards" in str(told)
-    assert "the cost model's choice" in str(told)
-    assert f", {other.request.shard_plan} {other.estimated_us:.0f} us [estimated]" in str(told)
+    assert shown.block_size == best.block_size != 512
+    assert f"{best.request.shard_plan} shards" in str(shown)
+    assert "the cost model's choice" in str(shown)
+    assert f", {other.request.shard_plan} {other.estimated_us:.0f} us [estimated]" in str(shown)
     (config,) = configs_of(layer, monkeypatch)
     assert config.tile_rows == min(128, best.block_size)
     assert (config.shard.splits_i, config.shard.splits_h) == (
@@ -262,11 +262,11 @@ def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("size", [32, 512])
 def test_a_block_size_that_is_given_stays(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": size}, torch.bfloat16)
-    told = layer.explain("prefill", 900)
-    assert told.block_size == size
+    shown = layer.explain("prefill", 900)
+    assert shown.block_size == size
     free = build("nki", GPT_OSS, {"block_size": None}, torch.bfloat16)
     best = free.explain("prefill", 900).block_size
-    is_better = any(note.startswith(f"block_size={best} would take") for note in told.notes)
+    is_better = any(note.startswith(f"block_size={best} would take") for note in shown.notes)
     assert is_better == (best != size)
     assert configs_of(layer, monkeypatch)[0].tile_rows == min(size, 128)
     assert BlockwiseMatmulConfig().leaves_block_size
@@ -292,11 +292,11 @@ def test_prefill_of_any_length_takes_the_kernels(tokens: int, path: str, kernel:
 @pytest.mark.parametrize("blocks", [{"block_size": 32}, {"use_shard_on_block_dynamic_while": True}])
 def test_a_short_prefill_is_decoded_unless_blocks_are_asked_for(blocks: dict[str, Any]) -> None:
     free = {"block_size": None}
-    told = build("nki", GPT_OSS, free, torch.bfloat16).explain("prefill", 30)
-    assert told.decision.kernel == "nki.decode_layer"
-    told = build("nki", GPT_OSS, {**free, **blocks}, torch.bfloat16).explain("prefill", 30)
-    assert told.decision.kernel == "nki.prefill_layer"
-    assert "blocks were asked for" in str(told)
+    shown = build("nki", GPT_OSS, free, torch.bfloat16).explain("prefill", 30)
+    assert shown.decision.kernel == "nki.decode_layer"
+    shown = build("nki", GPT_OSS, {**free, **blocks}, torch.bfloat16).explain("prefill", 30)
+    assert shown.decision.kernel == "nki.prefill_layer"
+    assert "blocks were requested" in str(shown)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 128])
@@ -341,8 +341,8 @@ def test_contradictory_tuning_raises_before_any_work(case: str) -> None:
     config = BlockwiseMatmulConfig.from_kwargs(**tuning)
     with pytest.raises(ValueError, match=re.escape(message)):
         build("nki", SILU, tuning, torch.bfloat16)
-    told = build("torch", SILU, tuning, torch.bfloat16).explain("prefill", T)
-    assert any(f"{name}={getattr(config, name)!r}" in str(told) for name in tuning)
+    shown = build("torch", SILU, tuning, torch.bfloat16).explain("prefill", T)
+    assert any(f"{name}={getattr(config, name)!r}" in str(shown) for name in tuning)
 
 
 @pytest.mark.parametrize(
@@ -357,8 +357,8 @@ def test_contradictory_tuning_raises_before_any_work(case: str) -> None:
 )
 def test_a_switch_without_use_here_is_told(tuning: dict[str, Any]) -> None:
     for backend in ("nki", "torch"):
-        told = build(backend, SILU, tuning, torch.bfloat16).explain("prefill", T)
-        assert all(f"{name}={value!r}: " in str(told) for name, value in tuning.items())
+        shown = build(backend, SILU, tuning, torch.bfloat16).explain("prefill", T)
+        assert all(f"{name}={value!r}: " in str(shown) for name, value in tuning.items())
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:
@@ -508,8 +508,8 @@ def test_a_changed_epsilon_is_seen() -> None:
 def test_a_layer_with_parts_of_sequences_on_one_rank_is_one_kernel() -> None:
     in_parts = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
     layer = build("nki", SILU, {}, torch.bfloat16, norm=True, **in_parts)
-    told = str(layer.explain("prefill", T))
-    assert "one kernel: rmsnorm, router, index, routed experts, combine\n" in told
+    shown = str(layer.explain("prefill", T))
+    assert "one kernel: rmsnorm, router, index, routed experts, combine\n" in shown
     assert "one kernel: rmsnorm" in str(layer.explain("decode", 3))
 
 
@@ -518,8 +518,8 @@ def test_an_expert_that_overflows_is_told_and_seen_in_its_tile_only(
     mlp: dict[str, Any], is_clamped: bool
 ) -> None:
     layer = build("nki", mlp, {}, torch.bfloat16, **SEPARATE)
-    told = any("overflows bfloat16" in note for note in layer.explain("prefill", 300).notes)
-    assert told is not is_clamped
+    shown = any("overflows bfloat16" in note for note in layer.explain("prefill", 300).notes)
+    assert shown is not is_clamped
     hidden = torch.randn(1, 300, H).bfloat16()
     with torch.no_grad():
         expected = layer(hidden).output

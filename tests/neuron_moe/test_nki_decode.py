@@ -169,14 +169,14 @@ def test_explain_names_the_mode_that_runs_and_why(
     phase: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moe = layer()
-    told = moe.explain(phase, tokens)
-    assert told.decision.kernel == "nki.decode_moe"
-    assert told.path in ("selective", "all_experts")
-    assert any("cost model of decode_moe" in reason for reason in told.decision.reasons)
-    assert any("T*K = " in reason for reason in told.decision.reasons)
+    shown = moe.explain(phase, tokens)
+    assert shown.decision.kernel == "nki.decode_moe"
+    assert shown.path in ("selective", "all_experts")
+    assert any("cost model of decode_moe" in reason for reason in shown.decision.reasons)
+    assert any("T*K = " in reason for reason in shown.decision.reasons)
     assert any(
-        f"plan: {'all' if told.path == 'all_experts' else 'selective'} mode" in note
-        for note in told.notes
+        f"plan: {'all' if shown.path == 'all_experts' else 'selective'} mode" in note
+        for note in shown.notes
     )
     launches = watch_launches(monkeypatch)
     hidden = torch.randn(tokens, 1, H).bfloat16()
@@ -188,7 +188,7 @@ def test_explain_names_the_mode_that_runs_and_why(
         for value in args.values()
         if isinstance(value, DecodeConfig)
     ]
-    assert modes == ["all" if told.path == "all_experts" else "selective"]
+    assert modes == ["all" if shown.path == "all_experts" else "selective"]
 
 
 def test_the_rule_of_nxd_is_followed_where_asked() -> None:
@@ -221,9 +221,9 @@ IN_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", IN_BLOCKS)
 def test_formulas_that_only_the_prefill_kernel_has_go_through_blocks(case: str, batch: int) -> None:
     mlp, reason = IN_BLOCKS[case]
-    told = build("nki", mlp, {}, torch.bfloat16).explain("decode", batch)
-    assert (told.decision.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
-    assert reason in told.decision.reasons[0]
+    shown = build("nki", mlp, {}, torch.bfloat16).explain("decode", batch)
+    assert (shown.decision.path, shown.decision.kernel) == ("blockwise", "nki.prefill_layer")
+    assert reason in shown.decision.reasons[0]
     _, ours, theirs = errors(mlp, 2, batch)
     assert ours <= 1.05 * theirs
 

@@ -99,13 +99,13 @@ def test_explain_names_the_mode_that_the_kernel_is_compiled_for(
 ) -> None:
     launches = watch_launches(monkeypatch)
     nki = layers("gpt-oss")[0]
-    told = nki.explain("decode", batch)
+    shown = nki.explain("decode", batch)
     with torch.no_grad():
         nki(torch.randn(batch, 1, H).bfloat16())
     compiled = [args["config"].moe.mode for _, args in launches]
-    assert [MODES[told.decision.path]] == compiled
-    assert f"plan: {compiled[0]} mode" in str(told)
-    assert "cost model of decode_layer" in str(told)
+    assert [MODES[shown.decision.path]] == compiled
+    assert f"plan: {compiled[0]} mode" in str(shown)
+    assert "cost model of decode_layer" in str(shown)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next"])
@@ -172,8 +172,8 @@ def test_a_layer_that_ran_can_be_pickled_and_copied() -> None:
 @pytest.mark.long
 def test_a_layer_without_numbers_is_explained() -> None:
     nki, *_ = layers("qwen3-next")
-    told = nki.to("meta").explain("decode", 4)
-    assert told.decision.kernel == "nki.decode_layer"
+    shown = nki.to("meta").explain("decode", 4)
+    assert shown.decision.kernel == "nki.decode_layer"
     assert nki.explain("prefill", 400).decision.kernel == "nki.prefill_layer"
 
 
@@ -218,9 +218,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_separate_kernels_run_where_one_cannot_and_explain_says_why(case: str) -> None:
     options, reason = REFUSED[case]
     nki, bf16, exact = layers("gpt-oss", **options)
-    told = nki.explain("decode", 3)
-    assert told.decision.kernel == "nki.decode_moe"
-    assert any(note.startswith("not fused:") and reason in note for note in told.notes)
+    shown = nki.explain("decode", 3)
+    assert shown.decision.kernel == "nki.decode_moe"
+    assert any(note.startswith("not fused:") and reason in note for note in shown.notes)
     check(nki, bf16, exact, (3, 1))
 
 
@@ -289,9 +289,9 @@ def test_wide_shared_experts_are_read_by_parts(
 def test_shared_experts_in_another_type_are_computed_beside_the_kernel(phase: str) -> None:
     nki, *_ = layers("gpt-oss", shared=SHARED)
     nki.shared_experts.to(torch.float16)
-    told = nki.explain(phase, 40)
+    shown = nki.explain(phase, 40)
     assert not nki.plan(Step(phase, 40)).is_fused
-    assert "not fused: shared experts in float16: the kernel reads bfloat16 and 8" in str(told)
+    assert "not fused: shared experts in float16: the kernel reads bfloat16 and 8" in str(shown)
 
 
 def test_codes_without_numbers_are_explained() -> None:
@@ -318,9 +318,9 @@ def test_a_norm_that_only_looks_like_an_rmsnorm_stays_outside(kind: str) -> None
         with torch.no_grad():
             norm.weight.copy_(torch.linspace(0.5, 1.5, H).bfloat16())
         layer.rmsnorm = norm
-    told = str(made[0].explain("decode", 3))
-    assert "one kernel: router, routed experts\n" in told
-    assert "before it: rmsnorm, another norm than" in told
+    shown = str(made[0].explain("decode", 3))
+    assert "one kernel: router, routed experts\n" in shown
+    assert "before it: rmsnorm, another norm than" in shown
     check(*made, (3, 1))
     for layer in made:
         layer.take_frame(layer.rmsnorm)
@@ -335,9 +335,9 @@ def test_the_frame_of_a_decoder_layer_is_taken(name: str, shape: tuple[int, int]
     norm = RMSNorm(H, 1e-5, torch.bfloat16)
     for layer in made:
         layer.take_frame(copy.deepcopy(norm).to(layer.expert_mlps.mlp_op.down_proj.weight.dtype))
-    told = str(made[0].explain("decode", 3))
-    assert "one kernel: rmsnorm, router, routed experts" in told
-    assert ", residual\n" in told
+    shown = str(made[0].explain("decode", 3))
+    assert "one kernel: rmsnorm, router, routed experts" in shown
+    assert ", residual\n" in shown
     check(*made, shape)
     hidden = torch.randn(*shape, H).bfloat16()
     for frame, alone in ((made[1], plain[1]), (made[2], plain[2])):
@@ -465,8 +465,8 @@ def test_contradictory_switches_raise_when_the_layer_is_built(case: str) -> None
 
 def test_a_dtype_of_routing_is_told_to_have_no_effect() -> None:
     layer = build("nki", GPT_OSS, {}, torch.bfloat16, **switches(router_mm_dtype=torch.bfloat16))
-    told = "router_mm_dtype=torch.bfloat16: routing is computed in float32"
-    assert told in str(layer.explain("decode", 3))
+    shown = "router_mm_dtype=torch.bfloat16: routing is computed in float32"
+    assert shown in str(layer.explain("decode", 3))
 
 
 def test_weights_that_should_be_quantized_and_are_not_raise() -> None:
@@ -495,9 +495,9 @@ def test_shared_experts_need_the_fused_kernel_if_a_kernel_is_asked_for() -> None
 )
 def test_a_prompt_is_as_right_as_torch(name: str) -> None:
     nki, bf16, exact = layers(name)
-    told = nki.explain("prefill", 180)
-    assert told.decision.kernel == "nki.prefill_layer"
-    assert ("shared experts" in str(told)) == (nki.shared_experts is not None)
+    shown = nki.explain("prefill", 180)
+    assert shown.decision.kernel == "nki.prefill_layer"
+    assert ("shared experts" in str(shown)) == (nki.shared_experts is not None)
     check(nki, bf16, exact, (2, 90))
 
 
@@ -506,8 +506,8 @@ def test_a_prompt_is_one_launch_and_equals_several(name: str) -> None:
     nki, *_ = layers(name)
     apart, *_ = layers(name, **SEPARATE)
     assert nki.explain("prefill", 140).decision.kernel == "nki.prefill_layer"
-    told = str(apart.explain("prefill", 140))
-    assert "not fused: moe_fused_kernel_enabled=False" in told
+    shown = str(apart.explain("prefill", 140))
+    assert "not fused: moe_fused_kernel_enabled=False" in shown
     hidden = torch.randn(1, 140, H).bfloat16()
     with torch.no_grad():
         one, several = nki(hidden).output.float(), apart(hidden).output.float()
@@ -518,9 +518,9 @@ def test_a_prompt_is_one_launch_and_equals_several(name: str) -> None:
 def test_dropped_choices_keep_a_prompt_in_several_launches() -> None:
     plain = {"mlp": {**GPT_OSS, "capacity_factor": 1.0}}
     nki, *_ = layers("gpt-oss", **plain)
-    told = nki.explain("prefill", 60)
-    assert told.path == "capacity"
-    assert "not fused: choices beyond the capacity are dropped" in str(told)
+    shown = nki.explain("prefill", 60)
+    assert shown.path == "capacity"
+    assert "not fused: choices beyond the capacity are dropped" in str(shown)
 
 
 @pytest.mark.parametrize("shared", [None, SHARED])

@@ -1,4 +1,4 @@
-"""Kernels as operators: what graphs are told of them is what they do."""
+"""Kernels as operators: what graphs are given of them is what they do."""
 
 import contextlib
 import dataclasses
@@ -56,8 +56,8 @@ def test_shapes_are_those_of_the_outputs_and_records_survive_as_text(
             assert operators.record_of(operators.record_text(record)) == record
         for vector in {"norm_weight", "router_bias", "selection_bias"} & shapes.keys():
             assert shapes[vector][0] == 1, (name, vector)
-        told = outputs_of(name, shapes, records)
-        for one, real in zip(listed(told), listed(outputs), strict=True):
+        shown = outputs_of(name, shapes, records)
+        for one, real in zip(listed(shown), listed(outputs), strict=True):
             assert (one.shape, getattr(torch, one.dtype)) == (tuple(real.shape), real.dtype), name
 
 
@@ -74,13 +74,13 @@ def test_a_graph_is_told_what_an_operator_returns_before_any_launch(
         slots_PSH = torch.empty(2, 24, 64, dtype=torch.bfloat16)
         index_TK = torch.empty(5, 3, dtype=torch.int32)
         beside = [None] * 4
-        (told,) = made["combine"](2, slots_PSH, index_TK, torch.empty(5, 3), dims, *beside)
-        assert isinstance(told, FakeTensor)
-        assert (told.shape, told.dtype) == ((5, 64), torch.float16)
+        (shown,) = made["combine"](2, slots_PSH, index_TK, torch.empty(5, 3), dims, *beside)
+        assert isinstance(shown, FakeTensor)
+        assert (shown.shape, shown.dtype) == ((5, 64), torch.float16)
         records = (BlockDims(num_experts=7, block_size=128, num_blocks=3), NO_WORK_TILES)
-        told = made["index_blocks"](1, index_TK, *map(operators.record_text, records))
+        shown = made["index_blocks"](1, index_TK, *map(operators.record_text, records))
     sizes = [(3 * 128,), (3 * 128,), (3,), (1,), (7,), (5, 3)]
-    assert [(each.shape, each.dtype) for each in told] == [(size, torch.int32) for size in sizes]
+    assert [(each.shape, each.dtype) for each in shown] == [(size, torch.int32) for size in sizes]
 
 
 def test_a_record_of_another_version_is_refused() -> None:

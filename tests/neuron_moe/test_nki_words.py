@@ -1,4 +1,4 @@
-"""MXFP4 experts on a trn3: kept as the checkpoint's words, multiplied so, told by explain()."""
+"""MXFP4 experts on a trn3: kept as the checkpoint's words, multiplied so, shown by explain()."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,8 @@ def _on_a_trn3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TARGET, "trn3")
 
 
-def plan_note(told: tuple[str, ...]) -> str:
-    (note,) = [line for line in told if line.startswith("plan:")]
+def plan_note(shown: tuple[str, ...]) -> str:
+    (note,) = [line for line in shown if line.startswith("plan:")]
     return note
 
 
@@ -120,9 +120,9 @@ def test_the_fused_layer_multiplies_words_too(name: str) -> None:
         layer.weights_changed()
     nki, _, exact = made
     nki.expert_mlps.pack_weights(for_decode=True)
-    told = nki.explain("decode", 3)
-    assert told.decision.kernel == "nki.decode_layer"
-    assert WORDS in str(told)
+    shown = nki.explain("decode", 3)
+    assert shown.decision.kernel == "nki.decode_layer"
+    assert WORDS in str(shown)
     hidden = torch.randn(3, 1, H).bfloat16()
     with torch.no_grad():
         wanted, ours = exact(hidden.float()).output, nki(hidden).output

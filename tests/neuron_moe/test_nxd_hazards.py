@@ -139,8 +139,8 @@ def test_10_blocks_are_counted_by_local_experts() -> None:
 def test_11_the_mapping_switch_is_read() -> None:
     tuning = BlockwiseMatmulConfig.from_kwargs(optimized_block_to_token_mapping=False)
     assert tuning.optimized_block_to_token_mapping is False
-    told = MoE(RouterTopK(E, K, H), ExpertMLPsV2(config(), tuning)).explain("prefill", 600)
-    assert "optimized_block_to_token_mapping=False" in str(told)
+    shown = MoE(RouterTopK(E, K, H), ExpertMLPsV2(config(), tuning)).explain("prefill", 600)
+    assert "optimized_block_to_token_mapping=False" in str(shown)
 
 
 def test_12_the_published_scout_configuration_takes_kernels() -> None:
@@ -263,9 +263,9 @@ def test_16_decode_has_its_own_experts_under_hybrid_sharding() -> None:
 def test_18_misspelt_keys_are_told_or_refused() -> None:
     tuning = BlockwiseMatmulConfig.from_kwargs(skip_dma_tokens=True, block_size=64)
     experts = ExpertMLPsV2(config(), tuning)
-    told = str(MoE(RouterTopK(E, K, H), experts).explain("prefill", 300))
+    shown = str(MoE(RouterTopK(E, K, H), experts).explain("prefill", 300))
     assert (
-        "skip_dma_tokens=True: unknown, ignored as by NxD. Did you mean 'skip_dma_token'?" in told
+        "skip_dma_tokens=True: unknown, ignored as by NxD. Did you mean 'skip_dma_token'?" in shown
     )
     with pytest.raises(ValueError, match="Did you mean 'router_act_fn'"):
         RouterConfig.from_kwargs(router_act_func="softmax", tp_degree=64)

@@ -104,9 +104,9 @@ def test_nxdis_defaults_run_through_the_kernels(shape: tuple[int, int], kernel: 
     exact.load_state_dict(nki.state_dict())
     x = torch.randn(*shape, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     phase = "decode" if shape[1] == 1 else "prefill"
-    told = nki.explain(phase, shape[0] * shape[1])
-    assert told.decision.kernel == f"nki.{kernel}"
-    assert "use_index_calc_kernel=False" in str(told)
+    shown = nki.explain(phase, shape[0] * shape[1])
+    assert shown.decision.kernel == f"nki.{kernel}"
+    assert "use_index_calc_kernel=False" in str(shown)
     with torch.no_grad():
         found, wanted = nki(x)[0].float(), exact(x)[0].float()
     assert (found - wanted).pow(2).mean() < 1e-4 * wanted.pow(2).mean()
@@ -291,10 +291,10 @@ def test_install_rebinds_every_model_and_says_so(
 ) -> None:
     caplog.set_level(logging.INFO, logger="neuron_moe")
     before = {name: vars(module)["initialize_moe_module"] for name, module in nxdi.items()}
-    told = install(backend="torch")
+    shown = install(backend="torch")
     assert is_installed()
-    assert [str(each) for each in told] == [record.message for record in caplog.records]
-    assert {each.module for each in told} == {f"{PACKAGE}.{name}" for name in nxdi}
+    assert [str(each) for each in shown] == [record.message for record in caplog.records]
+    assert {each.module for each in shown} == {f"{PACKAGE}.{name}" for name in nxdi}
     for name in ("models.qwen3_moe", "modules.moe_v2"):
         assert isinstance(vars(nxdi[name])["initialize_moe_module"](inference_config()), MoE)
     first = vars(nxdi["models.mixtral"])["initialize_moe_module"]
@@ -304,7 +304,7 @@ def test_install_rebinds_every_model_and_says_so(
     assert built.presharded is True
     back = uninstall()
     assert not is_installed()
-    assert {each.module for each in back} == {each.module for each in told}
+    assert {each.module for each in back} == {each.module for each in shown}
     assert {name: vars(module)["initialize_moe_module"] for name, module in nxdi.items()} == before
     assert uninstall() == ()
 

@@ -334,7 +334,7 @@ def test_weights_lie_as_they_were_loaded_once_no_form_is_settled() -> None:
 
 
 class Doubler:
-    """A custom kernel that is told apart from all forms: it gives twice the right numbers."""
+    """A custom kernel that differs from all forms: it gives twice the right numbers."""
 
     name = "doubler"
 

@@ -570,7 +570,7 @@ def test_a_plain_matrix_is_recoded_and_a_vector_refused() -> None:
 
 def test_every_pair_of_mxfp4_code_and_scale_survives_decoding_and_recoding() -> None:
     # All 16 codes under every finite scale whose decoded values are normal bfloat16 numbers; two
-    # neighbouring scales meet in a column, as do the two that lie as far apart as e5m2 spans.
+    # neighbouring scales meet in a column, as do the two that are as far apart as e5m2 spans.
     codes = torch.arange(16, dtype=torch.uint8)
     group = torch.cat((codes[0::2] | (codes[1::2] << 4),) * 2)
     lowest = torch.arange(2, 252 - 26, dtype=torch.uint8)

@@ -115,7 +115,7 @@ def test_an_unknown_feature_is_refused(features: Any) -> None:
 
 
 def named(**switches: Any) -> str:
-    """Return what is told of a prefill of NxD's switches under the safe profile."""
+    """Return what is said of a prefill of NxD's switches under the safe profile."""
     case = replace(draw_case("nki-000"), weights="plain", pack={}, layer={}, shared=None)
     switches = {"block_size": 128, "features": "safe", **switches}
     return str(make_layer(replace(case, tuning=switches)).explain("prefill", 300))
@@ -123,15 +123,16 @@ def named(**switches: Any) -> str:
 
 @pytest.mark.parametrize("switch", DYNAMIC_WHILES)
 def test_a_dynamic_while_has_a_precedent(switch: str) -> None:
-    told = named(**{switch: True})
-    assert "plan: dynamic loop" in told
-    assert "no public kernel" not in told
+    shown = named(**{switch: True})
+    assert "plan: dynamic loop" in shown
+    assert "no public kernel" not in shown
 
 
 def test_what_has_no_precedent_is_told() -> None:
-    told = named(features="open", use_shard_on_block_dynamic_while=True)
+    shown = named(features="open", use_shard_on_block_dynamic_while=True)
     assert (
-        "no public kernel has a precedent of: an iteration of a loop loads for the next one" in told
+        "no public kernel has a precedent of: an iteration of a loop loads for the next one"
+        in shown
     )
     assert "no public kernel" not in str(plan("decode", 4).explain())
 
@@ -139,5 +140,5 @@ def test_what_has_no_precedent_is_told() -> None:
 def test_e5m2_weights_stay_and_are_told() -> None:
     config = plan("decode", 4).config.moe  # type: ignore[attr-defined]
     narrow = replace(config, weights=replace(config.weights, format="float8_e5m2"))
-    (told,) = features.decode_notes(narrow)
-    assert "products with float8_e5m2 weights" in told
+    (shown,) = features.decode_notes(narrow)
+    assert "products with float8_e5m2 weights" in shown

@@ -63,11 +63,11 @@ def test_a_layer_reports_and_runs_exactly_the_tuned_plan(
     tokens: int, number: int, tmp_path: Path
 ) -> None:
     built = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "tuned.yaml")))
-    told = built.explain("prefill", tokens)
+    shown = built.explain("prefill", tokens)
     wanted = PLANS.prefill[number]
-    assert told.chosen == {**wanted.to_dict(), "tokens": tokens}
-    assert told.block_size == wanted.block_size
-    assert f"tuned for up to {wanted.tokens} tokens" in str(told)
+    assert shown.chosen == {**wanted.to_dict(), "tokens": tokens}
+    assert shown.block_size == wanted.block_size
+    assert f"tuned for up to {wanted.tokens} tokens" in str(shown)
 
 
 def test_a_tuned_plan_computes_what_any_plan_computes(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_a_model_that_is_loaded_with_the_plans_reports_them() -> None:
 
 
 def test_longer_prompts_are_left_to_the_cost_model(tmp_path: Path) -> None:
-    told = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "t.yaml"))).explain(
+    shown = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "t.yaml"))).explain(
         "prefill", 1001
     )
-    assert "the cost model's choice" in str(told)
+    assert "the cost model's choice" in str(shown)
 
 
 def test_a_plan_for_short_prompts_sends_them_through_blocks(tmp_path: Path) -> None:
@@ -110,12 +110,12 @@ def test_a_plan_for_short_prompts_sends_them_through_blocks(tmp_path: Path) -> N
 @pytest.mark.parametrize("mode", ["selective", "all_experts"])
 def test_a_decode_mode_that_is_asked_for_runs_and_is_told(mode: str) -> None:
     for tokens in (1, 16):
-        told = layer(BlockwiseMatmulConfig(decode_mode=mode)).explain("decode", tokens)
-        assert told.path == mode == told.chosen["mode"]
-        assert f"decode_mode={mode!r} was asked for" in told.decision.reasons[-1] or (
-            f"decode_mode={mode!r} was asked for" in told.decision.reasons[0]
+        shown = layer(BlockwiseMatmulConfig(decode_mode=mode)).explain("decode", tokens)
+        assert shown.path == mode == shown.chosen["mode"]
+        assert f"decode_mode={mode!r} was requested" in shown.decision.reasons[-1] or (
+            f"decode_mode={mode!r} was requested" in shown.decision.reasons[0]
         )
-        assert any(change.startswith("mode: decode_mode=") for change in told.changes)
+        assert any(change.startswith("mode: decode_mode=") for change in shown.changes)
 
 
 def test_a_tuned_decode_mode_holds_for_the_steps_it_covers(tmp_path: Path) -> None:

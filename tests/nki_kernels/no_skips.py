@@ -11,7 +11,7 @@ from nki_sim.isa import dma
 
 
 class SkipUsedError(AssertionError):
-    """A transfer was told to leave out what is out of range."""
+    """A transfer was set to leave out what is out of range."""
 
 
 def forbid_skips(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -478,7 +478,7 @@ def test_unwritten_elements_stay_unwritten_across_ranks() -> None:
 
 
 def test_a_collective_orders_the_cores_of_a_rank() -> None:
-    """Reading the other core's half is a race, unless a collective lies between."""
+    """Reading the other core's half is a race, unless a collective is between."""
 
     def kernel(x: Any, ordered: bool) -> Any:
         shared, total, out = in_hbm(x.shape), in_hbm(x.shape), in_hbm(x.shape)

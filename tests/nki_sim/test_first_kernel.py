@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def page_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return the test of the page, on the kernel that lies in the folder now."""
+    """Return the test of the page, on the kernel that is in the folder now."""
 
     def run(nki_run: Any) -> None:
         monkeypatch.delitem(sys.modules, "my_kernels", raising=False)
@@ -50,8 +50,8 @@ def test_the_kernel_is_right_and_the_mistake_is_told(
     page_test(nki_run)
     wrong = re.sub(r" +nisa\.tensor_reduce.*\n", "", KERNEL)
     (folder / "my_kernels.py").write_text(wrong)
-    told = r"my_kernels\.py:14: activation_reduce: bias"
-    with pytest.raises(nki_sim.UninitializedRead, match=told):
+    shown = r"my_kernels\.py:14: activation_reduce: bias"
+    with pytest.raises(nki_sim.UninitializedRead, match=shown):
         page_test(nki_run)
 
 

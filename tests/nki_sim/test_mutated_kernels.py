@@ -355,7 +355,7 @@ def changed(kernel: str, piece: str = "", value: str = "") -> Any:
     return names["kernel"]
 
 
-def told(kernel: str, piece: str = "", value: str = "") -> set[str]:
+def shown(kernel: str, piece: str = "", value: str = "") -> set[str]:
     """Run a kernel; return the error, or the kinds of findings."""
     _, lnc, arrays = KERNELS[kernel]
     try:
@@ -371,14 +371,14 @@ def rows(table: Any) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_as_it_stands_is_right(kernel: str) -> None:
-    assert told(kernel) == set()
+    assert shown(kernel) == set()
 
 
 @pytest.mark.parametrize(("kernel", "piece", "value"), rows(FAULTS))
 def test_a_fault_is_caught_or_reported(kernel: str, piece: str, value: str) -> None:
-    assert FAULTS[kernel][piece][value] in told(kernel, piece, value)
+    assert FAULTS[kernel][piece][value] in shown(kernel, piece, value)
 
 
 @pytest.mark.parametrize(("kernel", "piece", "value"), rows(TWINS))
 def test_a_twin_is_left_alone(kernel: str, piece: str, value: str) -> None:
-    assert told(kernel, piece, value) == set()
+    assert shown(kernel, piece, value) == set()

@@ -1,4 +1,4 @@
-"""Findings about numbers: each is told at its line, and its harmless twin is not."""
+"""Findings about numbers: each is shown at its line, and its harmless twin is not."""
 
 from __future__ import annotations
 

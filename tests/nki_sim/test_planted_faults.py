@@ -472,9 +472,9 @@ def test_a_race_is_found_whichever_core_starts(name: str, start: int) -> None:
     options = SimOptions(start_core=start)
     with pytest.raises(E.RaceError) as caught:
         nki_sim.run(PLANTS[name].fault, rows(), lnc=2, options=options)
-    told = re.findall(r"core \d \w+", str(caught.value))
+    shown = re.findall(r"core \d \w+", str(caught.value))
     verbs = ["reads", "writes"] if name == "race-write-then-read" else ["writes", "writes"]
-    assert sorted(place.split()[-1] for place in told) == verbs
+    assert sorted(place.split()[-1] for place in shown) == verbs
     assert nki_sim.run(PLANTS[name].twin, rows(), lnc=2, options=options).findings == []
 
 

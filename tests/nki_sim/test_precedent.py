@@ -1,4 +1,4 @@
-"""What a kernel uses is found among what other kernels used, whatever their sizes, or told."""
+"""What a kernel uses is found among what other kernels used, whatever their sizes, or reported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ def record(body: Callable[..., Any], **tiles: Tile) -> Recorder:
     return recorder
 
 
-def told(known: Recorder, asked: Recorder) -> list[str]:
+def shown(known: Recorder, asked: Recorder) -> list[str]:
     """Return what a table of one recording says of another."""
     table = Table()
     table.add("vendor", known)
@@ -40,7 +40,7 @@ def scaled(rows: int, columns: int) -> Recorder:
 
 
 def test_a_use_of_other_sizes_has_a_precedent() -> None:
-    assert told(scaled(128, 64), scaled(32, 7)) == []
+    assert shown(scaled(128, 64), scaled(32, 7)) == []
 
 
 def test_an_operator_without_precedent_is_told_with_its_line_and_the_nearest() -> None:
@@ -65,12 +65,12 @@ def test_what_the_documentation_says_is_a_precedent() -> None:
     asked = record(
         lambda dst, x: isa.tensor_scalar(dst, x, nl.maximum, 2.0), dst=tile(8, 4), x=tile(8, 4)
     )
-    assert told(scaled(8, 4), asked) == []
+    assert shown(scaled(8, 4), asked) == []
 
 
 def test_of_an_unknown_instruction_nothing_else_is_told() -> None:
     asked = record(lambda dst, x: isa.reciprocal(dst, x), dst=tile(8, 4), x=tile(8, 4))
-    assert told(scaled(8, 4), asked) == ["reciprocal: instruction on vector: no public precedent"]
+    assert shown(scaled(8, 4), asked) == ["reciprocal: instruction on vector: no public precedent"]
 
 
 def turned(indices: list[int]) -> Recorder:
@@ -89,10 +89,10 @@ def turned(indices: list[int]) -> Recorder:
 
 def test_skipped_indices_of_a_transposing_gather_are_told_with_the_vendors_issue() -> None:
     known, asked = turned([*range(16)]), turned([*range(15), 99])
-    (what,) = told(known, asked)
+    (what,) = shown(known, asked)
     assert "some indices out of range" in what
     assert "issue 1390" in what
-    assert told(asked, known) == []
+    assert shown(asked, known) == []
 
 
 def moved(pattern: list[list[int]], count: int) -> Recorder:
@@ -111,8 +111,8 @@ def moved(pattern: list[list[int]], count: int) -> Recorder:
 def test_more_levels_than_any_precedent_are_told() -> None:
     two = moved([[512, 8], [1, 32]], 256)
     three = moved([[512, 8], [128, 2], [1, 32]], 512)
-    assert told(three, two) == []
-    (what,) = told(two, three)
+    assert shown(three, two) == []
+    (what,) = shown(two, three)
     assert what.startswith(
         "dma_copy: offset src in hbm, scalar_offset of int32 in sbuf, 3 levels: no public precedent"
         " of more than 2"
@@ -142,10 +142,10 @@ def looped(loads_ahead: bool) -> Recorder:
 
 def test_a_load_that_crosses_the_back_edge_of_a_loop_is_told() -> None:
     known, asked = looped(loads_ahead=False), looped(loads_ahead=True)
-    (what,) = told(known, asked)
+    (what,) = shown(known, asked)
     assert "from iteration to iteration left by dma in sbuf, read by vector" in what
     assert "NKI 0.4" in what
-    assert told(asked, known) == []
+    assert shown(asked, known) == []
 
 
 def test_what_two_loops_leave_to_each_other_is_a_use() -> None:
@@ -184,7 +184,7 @@ def test_a_loop_whose_cores_differ_is_told() -> None:
         with recording() as recorder:
             nki_sim.run(kernel, alike, lnc=2)
         runs.append(recorder)
-    (what,) = told(*runs)
+    (what,) = shown(*runs)
     assert "cores instructions that one of the cores does not have" in what
 
 
@@ -197,9 +197,9 @@ def test_memories_and_types_are_uses() -> None:
         )
 
     known = largest("sbuf", "float32")
-    from_psum = told(known, largest("psum", "float32"))
+    from_psum = shown(known, largest("psum", "float32"))
     assert any("operand src in psum" in what and "names no memory" in what for what in from_psum)
-    (what,) = told(known, largest("sbuf", "bfloat16"))
+    (what,) = shown(known, largest("sbuf", "bfloat16"))
     assert "types dst bfloat16, src bfloat16: no public precedent" in what
 
 

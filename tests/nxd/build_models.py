@@ -191,8 +191,8 @@ def main(argv: list[str] | None = None) -> int:
                 finally:
                     nxd_compat.uninstall()
                 rows.append({"model": name, "layout": layout, "traces": tracer.traces})
-                told = [f"{each['tokens']} {each['kernels'][:3]}" for each in tracer.traces]
-                print(f"{name} {layout}: {'; '.join(told)}")  # noqa: T201
+                shown = [f"{each['tokens']} {each['kernels'][:3]}" for each in tracer.traces]
+                print(f"{name} {layout}: {'; '.join(shown)}")  # noqa: T201
     print(json.dumps({"kind": "measured", "rows": rows}))  # noqa: T201
     return 0
 

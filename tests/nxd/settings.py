@@ -33,7 +33,7 @@ def main() -> int:
     from neuron_moe.tools.compile.request import find_request
 
     with tempfile.TemporaryDirectory() as folder:
-        # NxDI asks for a key that published configurations have.
+        # NxDI requests a key that published configurations have.
         make_checkpoint(folder, {**sample_config(), "initial_context_length": 4096})
         deployment = find_request(folder, "trn2.3xlarge", CHANGES).deployment
         kind = nxdi._application("gpt_oss")

@@ -1,8 +1,8 @@
 """Modules that stand for the Neuron SDK, so that NxD and NxDI can be imported on any machine.
 
 Both import torch_xla, torch_neuronx, the compiler and nkilib at the top of their files and use very
-little of them on a CPU. A name that is missing here is an object that can be subclassed, called and
-asked for further names; the few whose value matters are in `_VALUES`.
+little of them on a CPU. A name that is missing here is an object that can be subclassed and called,
+and whose every attribute is such an object; the few whose value matters are in `_VALUES`.
 """
 
 import contextlib

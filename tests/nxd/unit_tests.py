@@ -45,7 +45,7 @@ def clone() -> Path:
 
 
 def prepare() -> None:
-    """Stand in for the SDK as far as these tests ask for it, with a group of one gloo rank."""
+    """Stand in for the SDK as far as these tests request it, with a group of one gloo rank."""
     install()
     testing: Any = importlib.import_module("torch_neuronx.testing")
     testing.assert_close = torch.testing.assert_close

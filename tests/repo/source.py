@@ -1,7 +1,7 @@
 """The source as the rules of the repository read it: files, imports, functions.
 
 Modules are named as they are imported, but for `models` and `tools`, which lose the `neuron_moe.`
-in front: they are packages of their own, wherever their folder lies.
+in front: they are packages of their own, wherever their folder is.
 """
 
 import ast
@@ -29,7 +29,7 @@ class Module:
 
     Attributes:
         name: dotted; that of the package for an `__init__.py`.
-        path: where it lies.
+        path: where it is.
         package: one of PACKAGES.
         tree: what it says.
     """

@@ -100,9 +100,9 @@ def test_the_page_about_kernels_splits_experts_over_ranks(
     page = next(path for path in DOCUMENTS if path.name == "kernels.md").read_text()
     (words,) = (words for words in commands_of(page) if "--tp" in words and "nki" in words)
     assert cli.main(words) == 0
-    told = capsys.readouterr()
-    assert "def main(argv):" in told.out
-    assert "[simulated]" in told.out + told.err
+    shown = capsys.readouterr()
+    assert "def main(argv):" in shown.out
+    assert "[simulated]" in shown.out + shown.err
 
 
 @pytest.mark.long
@@ -114,4 +114,4 @@ def test_the_page_about_tuning_tells_why_a_mode_runs_and_how_to_have_another(
     assert cli.main(first) == 0
     assert "because  cost model" in capsys.readouterr().out
     assert cli.main(second) == 0
-    assert "decode_mode='all_experts' was asked for" in capsys.readouterr().out
+    assert "decode_mode='all_experts' was requested" in capsys.readouterr().out

@@ -88,12 +88,12 @@ def test_commands_exist(path: Path) -> None:
         called = tuple(words[:2]) if has_target and words[0] in _MENUS else (words[0],)
         if (mode := _OTHERWISE.get(words[0])) in words:
             called = (words[0], str(mode))
-        told = _help(called)
-        if told is None:
+        shown = _help(called)
+        if shown is None:
             wrong.append(f"no command neuron-moe {' '.join(called)}")
             continue
         options = re.findall(r"--[a-z][\w-]*", " ".join(words))
-        wrong += [f"{' '.join(called)} has no {each}" for each in options if each not in told]
+        wrong += [f"{' '.join(called)} has no {each}" for each in options if each not in shown]
     assert not wrong, "\n".join(wrong)
 
 

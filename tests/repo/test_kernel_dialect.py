@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import nki_sim
+from lab.check.chip_cases import SMALL
 from lab.check.kernels import NO_LIMITS, run_case
 from lab.check.our_uses import case_params
 from lab.check.vendor_cases.case import Case
-from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
 from nki_sim.lint.linter import lint_file
 from nki_sim.lint.rules import DIALECTS, Dialect

@@ -1,4 +1,4 @@
-"""Inside each package: no circle of imports, and rooms that know only what lies below them."""
+"""Inside each package: no circle of imports, and rooms that know only what is below them."""
 
 from collections.abc import Iterator
 
@@ -86,6 +86,16 @@ def test_no_circle_of_imports(package: str) -> None:
     graph = {module.name: _neighbours(module) for module in source.modules(package)}
     circles = sorted(sorted(part) for part in _strongly_connected(graph) if len(part) > 1)
     assert not circles, "\n".join(f"{len(part)} files: {', '.join(part)}" for part in circles)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle_of_rooms(package: str) -> None:
+    graph: dict[str, set[str]] = {module.room: set() for module in _rooms(package)}
+    for module in _rooms(package):
+        rooms = {source.room_of(name) for name in _neighbours(module)}
+        graph[module.room] |= rooms - {"", module.room}
+    circles = [sorted(part) for part in _strongly_connected(graph) if len(part) > 1]
+    assert not circles
 
 
 @pytest.mark.parametrize("package", ALLOWED)

@@ -1,6 +1,6 @@
 """Compare parts of Kimi-K3 with vLLM's own, on a CPU; prints the largest difference of each.
 
-vLLM's kernels run in Triton's interpreter, which TRITON_INTERPRET=1 asks for before Triton is
+vLLM's kernels run in Triton's interpreter, which TRITON_INTERPRET=1 requests before Triton is
 imported; so this is a process of its own.
 """
 

@@ -1,6 +1,6 @@
 """A small runner in the manner of vllm-neuron's: buckets, pages, static graphs, greedy tokens.
 
-Prefill takes one sequence a step, padded to a bucket, and cut to segments if asked for; decode
+Prefill takes one sequence a step, padded to a bucket, and cut to segments if requested; decode
 takes all of them, padded to a bucket. After the warm-up a graph that would be captured anew is an
 error. Padding has slot 0 in prefill, as since vLLM 0.24, and -1 in decode, as before.
 """

@@ -144,7 +144,7 @@ def segmented_attention(
 
 
 class Sampler(nn.Module):
-    """Takes the best token, wherever its logit lies."""
+    """Takes the best token, wherever its logit is."""
 
     def __init__(self, sampling_config: Any, process_group: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The client that streams, against a server that answers what it is told; none of it needs vLLM."""
+"""The client that streams, against a server that answers as it is set; none of it needs vLLM."""
 
 import json
 import threading

@@ -327,9 +327,9 @@ def test_the_page_tells_what_a_rank_holds(
     stand_ins.stand_in(monkeypatch)
     page = (ROOT / "docs" / "serving.md").read_text()
     (row,) = re.findall(rf"^\| {name} \|(.*)\|$", page, re.MULTILINE)
-    told = [float(cell) for cell in row.split("|")]
-    held, batch = _held(name, ParallelConfig(tp=1, ep=64), tmp_path), int(told[2])
+    shown = [float(cell) for cell in row.split("|")]
+    held, batch = _held(name, ParallelConfig(tp=1, ep=64), tmp_path), int(shown[2])
     cache = batch * (held["token"] * 8192 + held["sequence"])
     found = [held["routed experts"], held["rest"], cache]
     gib = [size / (1 << 30) for size in (*found, sum(found))]
-    assert told == [*(round(size, 2) for size in gib[:2]), batch, *(round(g, 2) for g in gib[2:])]
+    assert shown == [*(round(size, 2) for size in gib[:2]), batch, *(round(g, 2) for g in gib[2:])]

@@ -75,7 +75,7 @@ BY_VLLM = {
     "enable_eplb": "Expert parallelism load balancing is only supported on CUDA",
     "enable_elastic_ep": "Elastic EP is only supported with",
 }
-# Interfaces that vLLM's own classes offer and ours does not: what asks for each, and the sentence
+# Interfaces that vLLM's own classes offer and ours does not: what requests each, and the sentence
 # that refuses it, of vLLM's only where it offers none on a CPU.
 DRAFT = '{"method": "%s", "model": "{draft}", "num_speculative_tokens": 2}'
 INTERFACES = {

@@ -1,4 +1,4 @@
-"""The version of vLLM by the name that its own commands ask for."""
+"""The version of vLLM by the name that its own commands request."""
 
 import importlib.metadata
 import importlib.util

@@ -73,7 +73,7 @@ def running(serve: Serve) -> ServeCommand:
 
 
 def assert_tokens_are_our_own(running: ServeCommand, folder: Path) -> None:
-    """Ask for all prompts twice, eight at once; the second time prefixes are in the cache."""
+    """Request all prompts twice, eight at once; the second time prefixes are in the cache."""
     prompts, expected = asked(folder)
     with ThreadPoolExecutor(8) as pool:
         for _ in range(2):
@@ -152,7 +152,7 @@ class Counts(NamedTuple):
 
 
 def _settled_counts(running: ServeCommand) -> Counts:
-    """Return the counters of an idle server when they stand still; load is told once a second."""
+    """Return the counters of an idle server when they stand still; load is shown once a second."""
     looks: list[Counts] = []
 
     def look() -> bool:

@@ -21,7 +21,7 @@ COMMANDS += [f"{menu} {name}" for menu, names in TARGETS.items() for name in nam
 SCREEN, COLUMNS = 30, 80
 
 
-def told(words: list[str], monkeypatch: pytest.MonkeyPatch, option: str = "--help") -> str:
+def shown(words: list[str], monkeypatch: pytest.MonkeyPatch, option: str = "--help") -> str:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -35,7 +35,7 @@ def told(words: list[str], monkeypatch: pytest.MonkeyPatch, option: str = "--hel
 
 @pytest.mark.parametrize("command", ["", *MENUS, *COMMANDS])
 def test_help_fits_a_screen_without_colour(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = told(command.split(), monkeypatch)
+    text = shown(command.split(), monkeypatch)
     lines = text.splitlines()
     assert len(lines) <= SCREEN
     assert max(map(len, lines)) <= COLUMNS, max(lines, key=len)
@@ -47,7 +47,7 @@ def test_help_fits_a_screen_without_colour(command: str, monkeypatch: pytest.Mon
 def test_all_options_are_named_in_the_help_and_told_in_that_of_all(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, whole = (told(command.split(), monkeypatch, name) for name in ("--help", "--help-all"))
+    text, whole = (shown(command.split(), monkeypatch, name) for name in ("--help", "--help-all"))
     assert max(map(len, whole.splitlines())) <= COLUMNS
     options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, flags=re.MULTILINE))
     assert options >= {"--help", "--help-all"}
@@ -58,7 +58,7 @@ def test_all_options_are_named_in_the_help_and_told_in_that_of_all(
 def test_help_has_an_example_whose_options_exist(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = told(command.split(), monkeypatch, "--help-all")
+    text = shown(command.split(), monkeypatch, "--help-all")
     examples = re.findall(rf"^    neuron-moe {command}\b.*", text, flags=re.MULTILINE)
     assert examples
     listed = text[text.index("options:") :]
@@ -69,7 +69,7 @@ def test_help_has_an_example_whose_options_exist(
 
 @pytest.mark.parametrize("command", ["", *MENUS, *COMMANDS])
 def test_help_documents_exit_statuses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = told(command.split(), monkeypatch)
+    text = shown(command.split(), monkeypatch)
     if command not in ("compile", "chip check", "chip calibrate", "chip bench"):  # have their own
         assert "exit status: 0 " in text
 
@@ -86,17 +86,17 @@ def test_a_wrong_option_is_answered_with_the_nearest(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
-    told = capsys.readouterr().err
-    assert words[-2] in told
-    assert told.endswith(f". Did you mean {option!r}?\n")
+    shown = capsys.readouterr().err
+    assert words[-2] in shown
+    assert shown.endswith(f". Did you mean {option!r}?\n")
 
 
 def test_the_help_of_compile_says_what_three_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3 all is done but what needs the Neuron SDK" in " ".join(
-        told(["compile"], monkeypatch).split()
+        shown(["compile"], monkeypatch).split()
     )
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_old_spelling_is_the_new_command(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told([alias], monkeypatch) == told(ALIASES[alias].split(), monkeypatch)
+    assert shown([alias], monkeypatch) == shown(ALIASES[alias].split(), monkeypatch)

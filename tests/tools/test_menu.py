@@ -42,9 +42,9 @@ def test_a_wrong_name_is_answered_with_the_nearest(
     name: str, given: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert MENUS[name].main([given]) == 2
-    told = capsys.readouterr().err
-    assert f"no {MENUS[name].noun} {given!r}. Did you mean {meant!r}?" in told
-    assert MENUS[name].usage() in told
+    shown = capsys.readouterr().err
+    assert f"no {MENUS[name].noun} {given!r}. Did you mean {meant!r}?" in shown
+    assert MENUS[name].usage() in shown
 
 
 def test_what_lies_beside_the_package_is_refused_in_a_wheel(

@@ -91,17 +91,17 @@ def _step(args: argparse.Namespace, phase: str, tokens: int) -> Iterator[Row]:
         folder = place / f"{number}-{launch.name}"
         begun = time.monotonic()
         found = _work(args, {**request, "launch": number}, folder)
-        told = _timed(folder) if found["compiled"] else {}
+        timed = _timed(folder) if found["compiled"] else {}
         yield Row(
             step=step,
             kernel=launch.name,
             compiled=found["compiled"],
             seconds=time.monotonic() - begun,
-            why=found["why"] or told.pop("why", ""),
+            why=found["why"] or timed.pop("why", ""),
             folder=str(folder),
-            us=told.pop("us", None),
+            us=timed.pop("us", None),
             estimate=simulated["estimates"].get(launch.name, {}),
-            dump=told,
+            dump=timed,
         )
 
 
@@ -185,16 +185,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="ranks that split an expert")
     parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
-    told = "of steps of prefill"
-    parser.add_argument("--tokens", type=int, nargs="*", default=[], metavar="T", help=told)
-    told = "of steps of decode"
-    parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="T", help=told)
+    text = "of steps of prefill"
+    parser.add_argument("--tokens", type=int, nargs="*", default=[], metavar="T", help=text)
+    text = "of steps of decode"
+    parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="T", help=text)
     parser.add_argument("--block-size", type=int, help="slots of a block; default: the backend's")
     parser.add_argument("--out", type=Path, required=True, help="folder of programs and dumps")
     parser.add_argument("--target", choices=TARGETS, default="trn2", help="default: trn2")
     parser.add_argument("--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2")
-    told = "seconds for a kernel"
-    parser.more.add_argument("--limit-s", type=float, default=LIMIT_S, help=told)
+    text = "seconds for a kernel"
+    parser.more.add_argument("--limit-s", type=float, default=LIMIT_S, help=text)
     parser.add_features_option()
     parser.add_json_option()
     return parser

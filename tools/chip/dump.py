@@ -6,7 +6,7 @@ known from a public test of a kernel library alone). Order, addresses and who wa
 compiler's then, prices are ours: `schedule(dump.trace).total_us` stands beside our estimate.
 
 What is not in a dump is not guessed: the body of a dynamic loop is read once; an engine or a kind
-of memory that is not known is told by name.
+of memory that is not known is named.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     layer = RankLayer(
         raw_config, args.model, tp=args.tp, ep=args.ep, backend=args.backend, tuning=tuning
     )
-    told = layer.plan(args.phase, args.tokens).explain()
-    print(f"{title}, backend {args.backend}\n{told}")
+    explanation = layer.plan(args.phase, args.tokens).explain()
+    print(f"{title}, backend {args.backend}\n{explanation}")
     if args.json:
         print_json_line(
             "explain",
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             tp=args.tp,
             ep=args.ep,
             backend=args.backend,
-            **told.to_dict(),
+            **explanation.to_dict(),
         )
     return 0
 

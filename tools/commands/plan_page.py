@@ -34,12 +34,12 @@ def plan_page(costs: LayoutCosts, served: Sequence[ServingTimes], target: str, s
     sections.append(Section("One MoE layer against EP", [Row(pictures_of_plan(costs))]))
     for phase in PHASES:
         best_layer = costs.ranking(phase)[0]
-        told = f"{best_layer.layout}: {best_layer.cost.total_us:.0f} us on the busiest rank"
+        text = f"{best_layer.layout}: {best_layer.cost.total_us:.0f} us on the busiest rank"
         table = Table(layout_rows(costs, phase), caption="us a layer, and busiest rank / mean")
         sections.append(
             Section(
                 f"{phase}, {costs.tokens[phase]} tokens, under {costs.decisive} routing",
-                [Text(told), Items(explain(costs, phase)), Details("all layouts", [table])],
+                [Text(text), Items(explain(costs, phase)), Details("all layouts", [table])],
             )
         )
     sections.append(

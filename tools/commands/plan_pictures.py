@@ -82,7 +82,7 @@ def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
             degrees = sorted(best)
             label = f"{routing}, {'EPLB' if is_balanced else 'equal runs'}"
             times = [best[ep] for ep in degrees]
-            # Lines may lie on each other: the first ones are drawn wider.
+            # Lines may be on each other: the first ones are drawn wider.
             width = len(routings) - number
             axes.plot(
                 degrees,

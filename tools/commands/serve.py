@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         more=given[split + 1 :],
     )
     settings = replace(settings, port=free_port(args.host, args.port))
-    command = server_command(settings)  # refuses what the model cannot be before vLLM is asked for
+    command = server_command(settings)  # refuses what the model cannot be before vLLM is requested
     variables = settings.environment()
     check_vllm()
     if not args.verbose:

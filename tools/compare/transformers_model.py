@@ -31,7 +31,7 @@ class _HandOn(nn.Module):
 
 
 class _Reached(Exception):
-    """Ends a run behind the layer that was asked for."""
+    """Ends a run behind the layer that was requested."""
 
 
 class TransformersModel:

@@ -27,7 +27,7 @@ _PACKAGES = {
     "neuronx_distributed": "NxD",
     "neuronx_distributed_inference": "NxDI",
 }
-# What a vision tower beside the text model is not told: it sees one image at a time.
+# What a vision tower beside the text model is not given: it sees one image at a time.
 _TEXT_SETTINGS = (
     "batch_size",
     "ctx_batch_size",

@@ -27,8 +27,8 @@ def plan_page(report: dict[str, Any]) -> Page:
         Section("Steps", [_steps(buckets), *map(_details, buckets)]),
     ]
     if report["missing"]:
-        told = Text("Nothing was compiled for the chip.", "bad")
-        sections.append(Section("Missing for the chip", [told, Items(report["missing"])]))
+        text = Text("Nothing was compiled for the chip.", "bad")
+        sections.append(Section("Missing for the chip", [text, Items(report["missing"])]))
     remarks = (
         "simulated: our kernels on nki_sim, with its clock of the source order; routing drawn, all"
         " experts alike",

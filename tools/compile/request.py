@@ -1,4 +1,4 @@
-"""What a command line asks for: a model and how it is served, found by name or in files.
+"""What a command line requests: a model and how it is served, found by name or in files.
 
 `--config` takes a machine, a model, both in either order with anything between ("trn2.3xlarge",
 "gpt-oss-120b", "gpt_oss_120b@trn2.48xlarge-lnc1"), or a JSON file of settings.

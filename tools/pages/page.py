@@ -3,7 +3,7 @@
     page = Page("Qwen3-30B", "Blocks of 64 are the fastest.", [Section("Times", [Table(rows)])])
     write_page(page, Path("out.html"))
 
-The file asks for nothing: its style and script stand inside, pictures are SVG, and its content
+The file requests nothing: its style and script stand inside, pictures are SVG, and its content
 security policy forbids every request. Tables sort at a click on a heading.
 """
 

@@ -51,7 +51,7 @@ def profile_page(what: str, launches: Sequence[Launch], beside: Mapping[str, Any
     Args:
         what: was profiled.
         launches: in order.
-        beside: what is told beside their times: `useful`, `sensitivity` and `what_if_text`.
+        beside: what is shown beside their times: `useful`, `sensitivity` and `what_if_text`.
     """
     longest = max(launches, key=lambda launch: launch.run.total_ns)
     hottest = longest.run.line_times()[0]

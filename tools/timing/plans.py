@@ -1,6 +1,6 @@
 """The plans that a layer of a benchmark has in the product, whose launches alone are timed.
 
-Nothing of a launch is decided here: a layer is built on the meta device, its weights lie as in the
+Nothing of a launch is decided here: a layer is built on the meta device, its weights are as in the
 checkpoint or as `pack_weights(for_decode=True, for_prefill=True)` leaves them, and the backend
 plans it.
 """
@@ -89,7 +89,7 @@ def packed(parts: LayerParts) -> LayerParts:
 
 
 def experts_alone(parts: LayerParts) -> LayerParts:
-    """Return a layer without what lies around its routed experts."""
+    """Return a layer without what is around its routed experts."""
     return replace(parts, router=None, norm=None, shared=None, why_apart="experts on their own")
 
 

@@ -299,7 +299,7 @@ def _child(task: Task, pipe: Connection) -> None:
     gc.set_threshold(100_000)  # a tenth of the time of a long run goes to looking for circles
     try:
         answer = ForkingPickler.dumps((task.compute(), ""))
-    except Exception as error:  # noqa: BLE001  told to and raised by the one who waits
+    except Exception as error:  # noqa: BLE001  sent to and raised by the one who waits
         answer = ForkingPickler.dumps((None, f"{type(error).__name__}: {error}"))
     pipe.send_bytes(answer)
     pipe.close()

@@ -105,7 +105,7 @@ class Writer:
         self._next_s = 0.0
 
     def write(self, at_once: bool = False) -> None:
-        """Write the file, unless the last time is too short ago and it is not asked for at once."""
+        """Write the file, unless the last time is too short ago and it is not requested at once."""
         started = time.monotonic()
         if self._path is None or (started < self._next_s and not at_once):
             return

@@ -1,4 +1,4 @@
-"""What a benchmark tells of a run: its time with a range, and its bottleneck."""
+"""What a benchmark shows of a run: its time with a range, and its bottleneck."""
 
 from __future__ import annotations
 

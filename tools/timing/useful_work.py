@@ -1,4 +1,4 @@
-"""The work that a MoE layer asks for, whatever computes it, and the least time that takes.
+"""The work that a MoE layer needs, whatever computes it, and the least time that takes.
 
 Tokens of padded tiles, rows gathered or stored between kernels, and matrices of ones and zeros that
 move rows are overhead: no part of it.

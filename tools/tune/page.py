@@ -43,13 +43,13 @@ def tune_page(report: dict[str, Any], where: str) -> Page:
 
 
 def _answer(report: dict[str, Any]) -> str:
-    told = [
+    sentences = [
         f"{each['tokens']:,} tokens: {_choice(each['chosen'])},"
         f" {each['chosen_us']:,.0f} us a layer; {_against(each)}."
         for each in report["buckets"]
     ]
-    told += [f"Decode of {step['tokens']}: {step['mode']}." for step in report["decode"]]
-    return "\n".join(told)
+    sentences += [f"Decode of {step['tokens']}: {step['mode']}." for step in report["decode"]]
+    return "\n".join(sentences)
 
 
 def _choice(chosen: dict[str, Any]) -> str:
@@ -57,11 +57,11 @@ def _choice(chosen: dict[str, Any]) -> str:
 
 
 def _against(bucket: dict[str, Any]) -> str:
-    told = []
+    sentences = []
     for name, key in (("untuned", "untuned_us"), ("a block of 512", "default_512_us")):
         if bucket[key] is not None:
-            told.append(f"{name} takes {bucket[key] / bucket['chosen_us']:.2f} times as long")
-    return ", ".join(told)
+            sentences.append(f"{name} takes {bucket[key] / bucket['chosen_us']:.2f} times as long")
+    return ", ".join(sentences)
 
 
 def _tried(bucket: dict[str, Any]) -> Details:

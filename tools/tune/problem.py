@@ -62,7 +62,7 @@ class Problem:
         layer: of the rank.
         tokens: T.
         index_TK: [T, K] choices among the rank's experts, -1 for those of others.
-        parts: of the layer, with plain weights and, where that was asked for, laid out by parts.
+        parts: of the layer, with plain weights and, where that was requested, laid out by parts.
     """
 
     layer: RankLayer

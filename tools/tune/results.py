@@ -1,4 +1,4 @@
-"""What tune tells, as a table and as JSON."""
+"""What tune shows, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def bucket_report(
         "roofline_us": problem.work().roofline_us(problem.parts[0].tuning.num_cores),
         "sure": [
             {
-                "turned": turned,
+                "turned": scaled,
                 "instead": problem.tuned(rival).to_dict(),
                 "ratio": ratio,
             }
-            for rival, turned, ratio in sure.flips()
+            for rival, scaled, ratio in sure.flips()
         ],
         "looked_at": len(sure.times_ns),
         "tried": [_tried(work, point) for point in by_time],

@@ -146,7 +146,7 @@ class SureWork:
     Attributes:
         of: whose choice.
         kept: results of earlier runs.
-        times_ns: of each point, by what was turned and by what factor; "" is as it is.
+        times_ns: of each point, by what was scaled and by what factor; "" is as it is.
     """
 
     of: PrefillWork
@@ -193,7 +193,7 @@ class SureWork:
         self.times_ns[point] = result
 
     def flips(self) -> list[tuple[Point, str, float]]:
-        """Return the rivals that win by more than a tie when something is turned, and their time
+        """Return the rivals that win by more than a tie when something is scaled, and their time
         over the choice's.
         """
         best = self.of.best()
@@ -202,10 +202,10 @@ class SureWork:
         for rival, theirs in self.times_ns.items():
             if rival is best:
                 continue
-            for turned in sorted((own.keys() | theirs.keys()) - {""}):
-                ratio = theirs.get(turned, theirs[""]) / own.get(turned, own[""])
+            for scaled in sorted((own.keys() | theirs.keys()) - {""}):
+                ratio = theirs.get(scaled, theirs[""]) / own.get(scaled, own[""])
                 if ratio < 1.0 - _TIE:
-                    found.append((rival, turned, ratio))
+                    found.append((rival, scaled, ratio))
         return sorted(found, key=lambda flip: flip[2])
 
 
@@ -218,11 +218,11 @@ def _likely_us(plan: Plan, index_TK: Ints) -> float:
 
 
 def _turn(problem: Problem, point: Point) -> dict[str, float]:
-    """Return the time of a point as it is, and with every coefficient that can move it turned."""
+    """Return the time of a point as it is, and with every coefficient that can move it scaled."""
     launches = []
     for _, run in launches_of(problem.plan(point), problem.index_TK):
-        turned = alone_ns(run.timeline)
-        named = {f"{knob} x{factor:g}": ns for (knob, factor), ns in turned.items() if factor}
+        scaled = alone_ns(run.timeline)
+        named = {f"{knob} x{factor:g}": ns for (knob, factor), ns in scaled.items() if factor}
         launches.append({"": run.timeline.total_ns, **named})
     names = dict.fromkeys(name for each in launches for name in each)
     return {name: sum(each.get(name, each[""]) for each in launches) for name in names}

@@ -102,10 +102,10 @@ class Anchor:
             published; then `launch` is with the fewest.
         repeat: how often the kernel runs.
         rest_us: all of what is not the kernel, by formula.
-        reuse: where tensors lie that have no address, if a document says so (`TimelineOptions`).
+        reuse: where tensors are that have no address, if a document says so (`TimelineOptions`).
         limit: "total": the simulated whole is to be the published one; "between": the routing is
             not known; "at most": the kernel is only a part of what was published.
-        reason: why a time may lie outside, where that is known.
+        reason: why a time may be outside, where that is known.
     """
 
     name: str

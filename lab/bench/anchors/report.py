@@ -40,7 +40,7 @@ class Row:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the published time lies in the range."""
+        """Whether the published time is in the range."""
         return self.low_us <= self.chip_us <= self.high_us
 
 

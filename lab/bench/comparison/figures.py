@@ -18,7 +18,7 @@ class ComparedRow(Protocol):
 
     @property
     def layout(self) -> str:
-        """How our weights lie."""
+        """The layout of our weights."""
 
     @property
     def ours(self) -> Estimate | None:

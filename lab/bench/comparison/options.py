@@ -18,7 +18,7 @@ def add_comparison_options(parser: Parser) -> None:
         nargs="+",
         choices=LAYOUTS,
         default=list(LAYOUTS),
-        help="how our weights lie in HBM (default: both)",
+        help="how our weights are stored in HBM (default: both)",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="simulate in so many processes"

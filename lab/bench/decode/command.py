@@ -103,8 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         print("stopped before all was run: the same command with --resume goes on")
     if options.json == PRINTED:
         # What a file keeps for later runs is too long to print.
-        told = {name: value for name, value in result.items() if name != "vendor"}
-        print_json_line("bench decode", complete=is_complete, **told)
+        values = {name: value for name, value in result.items() if name != "vendor"}
+        print_json_line("bench decode", complete=is_complete, **values)
     write_result(options.json, result)
     return 0
 

@@ -33,7 +33,7 @@ from nki_sim.time.estimate import Estimate, Ratio
 
 ROW_TARGET, SHARE_TARGET, FP8_TARGET, SWITCH_TARGET = 1.0, 0.75, 1.6, 0.03
 IN_BF16 = " in bf16"  # behind the name of a mode of another format
-SHARE_FROM = 16  # tokens from which on the share of the HBM bound is asked for, in bf16
+SHARE_FROM = 16  # tokens from which on the share of the HBM bound is judged, in bf16
 Key = tuple[str, str, int, str, str, str]
 VendorKey = tuple[str, str, int, str]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lab.bench.decode.cases import ROUTERS, DecodeCase
 
 BF16 = ml_dtypes.bfloat16
-STEP = 2.0  # between the logits of a token's choices; the others lie below 0
+STEP = 2.0  # between the logits of a token's choices; the others are below 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ class Probe:
         """Return the switches of file of one call: from, to, and the function entered.
 
         A call of a function counts whose file is another one of the package than that of the
-        nearest caller inside the package; a return does not. Kernels and simulator lie outside.
+        nearest caller inside the package; a return does not. Kernels and simulator are outside.
         """
         found: list[tuple[str, str, str]] = []
 

@@ -6,7 +6,7 @@ indexed_flatten and a variant of `bench prefill`, which adds up a token's expert
 experts are the library's dense MLP. What would be unfair to a chain is left out of it: the norm of
 prefill, the gate of shared experts and the sum with them, what a graph computes between launches
 (offsets of blocks, experts of blocks), groups and selection biases, which its routers have not; and
-the router's hidden states lie in whichever of its two layouts is faster, transposed for nothing.
+the router's hidden states are in whichever of its two layouts is faster, transposed for nothing.
 
 All launches of a chain are one program: its start and end count once.
 """

@@ -30,7 +30,7 @@ RATIOS = ("ratio", "given_ratio")
 class Row:
     """One line of the table; times in microseconds, of one layer on one rank (two cores).
 
-    `format` is that of the weights, `layout` how ours lie. `ours` is of the launches of the
+    `format` is that of the weights, `layout` how ours are stored. `ours` is of the launches of the
     product's plan, `theirs` of the fastest variant with the launches in front that list its tokens,
     `vendor_index`; `given` of both sides with these lists given. All of them are programs
     (`neuron_moe.tools.timing.timelines.program`). A time is None where that side did not run.

@@ -32,7 +32,7 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import Hardware
 from nki_sim.time.estimate import Estimate
 
-H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels ask for; callers pad
+H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels require; callers pad
 OPTIONS = replace(TIMES_ONLY, nki="0.6")  # the language of these kernels
 DOES_NOT_RUN = "does not run: "  # begins why a variant cannot compute a case
 

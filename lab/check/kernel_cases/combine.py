@@ -13,7 +13,7 @@ from nki_kernels.combine import CombineDims, check_combine, combine, reference
 
 
 def run(case: Case, limits: Limits) -> Verdict:
-    """Add the rows of each token; the vendor's kernel finds them first, ours is told where."""
+    """Add the rows of each token; the vendor's kernel finds them first, ours is given places."""
     T, K, H = case.need("tokens"), case.need("top_k"), case.need("hidden")
     num_rows = T * case.get("src_ranks", K)
     draw = Draw(seed_of(case))

@@ -221,7 +221,7 @@ def formula_of(case: Case, weights: Weights) -> ExpertFormula:
 
 
 def mode_of(case: Case) -> str:
-    """Return the kernel's mode that a case asks for."""
+    """Return the kernel's mode that a case requests."""
     if "mode" in case.params:
         return str(case.params["mode"])
     if case.get("all_expert", case.get("is_all_expert", "all_expert" in case.variant)):

@@ -46,7 +46,7 @@ def narrow_down_scale(weights: Weights, wanted: str) -> str:
             moved = codes.astype(np.float32) * (weights.down_scale[expert] / one)
             narrow = moved.astype(codes.dtype)
             if not np.array_equal(narrow.astype(np.float32), moved):
-                raise Skipped("down_scale 'expert': the channels' scales lie too far apart")
+                raise Skipped("down_scale 'expert': the channels' scales are too far apart")
             weights.down[expert] = narrow
             weights.down_scale[expert] = one
     return wanted

@@ -42,7 +42,7 @@ class OpenFeature:
         kernel: settles it.
         problem: draws its arguments and says what each core must return, or both together.
         fallbacks: what to switch on if it fails.
-        danger: why it runs last and only if asked for; "" for what harms nothing.
+        danger: why it runs last and only if requested; "" for what harms nothing.
         cores: physical cores of the launch.
         launches: of the kernel in one program, each on what the one before returned.
     """

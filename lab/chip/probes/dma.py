@@ -36,7 +36,7 @@ def transfers(
     """Load tiles of several pieces a row into eight buffers.
 
     Args:
-        source: [128, n] float32 in HBM, n at least 2 * pieces * width; pieces lie apart.
+        source: [128, n] float32 in HBM, n at least 2 * pieces * width; pieces are apart.
         repeats: transfers.
         rows: partitions of a tile.
         pieces: of a row, each contiguous.

@@ -24,7 +24,7 @@ def copies(repeats: int, columns: int, in_a_chain: bool) -> nl.NkiTensor:
 
 @nki.jit
 def copies_of_16_bits(repeats: int, columns: int) -> nl.NkiTensor:
-    """Copy bfloat16 tiles that lie contiguously."""
+    """Copy contiguous bfloat16 tiles."""
     one, other = filled(columns, nl.bfloat16), filled(columns, nl.bfloat16)
     for _turn in range(repeats):
         nisa.tensor_copy(dst=other, src=one, engine=nisa.engine.vector)

@@ -97,7 +97,7 @@ class CudaPlan(Plan):
     """A step computed by the kernels of this room."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return what training keeps, if that was asked for, in which format weights are read, and
+        """Return what training keeps, if that was requested, in which format weights are read, and
         which products are slower.
         """
         return (*kept_note(self.parts.tuning), *self._format_notes(), *self._kernel_notes())

@@ -24,7 +24,7 @@ def load_lines(
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Return BLOCK_DEPTH lines of an expert's matrix from `start` on, and, of MXFP4, those that lie
+    """Return BLOCK_DEPTH lines of an expert's matrix from `start` on, and, of MXFP4, those that are
     in the high halves of their bytes.
 
     A line is one of the matrix or, of MXFP4, of bytes. Codes of fp8 are not scaled.

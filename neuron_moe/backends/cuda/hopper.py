@@ -95,7 +95,7 @@ def _load_stage(
     depth,
     P: gl.constexpr,
 ):
-    """Ask for the operands of a step that TMA loads."""
+    """Issue the TMA loads of the operands of a step."""
     bar = filled.index(stage)
     mbarrier.expect(bar, P.loaded_bytes)
     if P.sums_rows:
@@ -443,7 +443,7 @@ def multiply(
     rights: gl.constexpr = 2 * P.tile.stages if P.is_paired else P.tile.stages
     right_ring = gl.allocate_shared_memory(kind, [rights] + right_block, right_desc.layout)
     whole_ring = right_ring
-    if P.is_paired:  # gates and ups of a stage lie side by side: one operand
+    if P.is_paired:  # gates and ups of a stage are side by side: one operand
         whole: gl.constexpr = [P.tile.stages] + P.right_operand
         if HAS_NEW_NAMES:
             whole_ring = right_ring.reinterpret(kind, whole, right_desc.layout)

@@ -33,7 +33,7 @@ def fits(rows: SortedRows, *operands: Tensor) -> bool:
 
 
 def _is_tiled(operand: Tensor) -> bool:
-    """Tell whether all but rows are whole steps, 16 bits wide, and lie side by side."""
+    """Tell whether all but rows are whole steps, 16 bits wide, and are side by side."""
     whole = operand if operand.is_contiguous() else operand.transpose(-1, -2)
     is_whole = whole.is_contiguous() and operand.data_ptr() % 16 == 0
     return is_whole and takes(operand.dtype, *operand.shape[1:])

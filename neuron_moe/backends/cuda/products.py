@@ -28,7 +28,7 @@ class Product:
         programs: multiprocessors.
         gathers: operand whose rows are read by token: 'none', 'left' or 'right'.
         sums_rows: each expert's left rows, transposed, times its right rows.
-        right_is_transposed: matrices lie as [E, width, depth].
+        right_is_transposed: matrices are stored as [E, width, depth].
         has_bias: of the columns.
         activates: stores the activation.
         keeps: stores the product as well.

@@ -14,7 +14,7 @@ from nki_kernels.common.formula import ExpertFormula, Limits
 
 
 class SortedRows(NamedTuple):
-    """Where the pairs of a routing lie, in tiles of one expert each.
+    """Where the pairs of a routing are, in tiles of one expert each.
 
     Attributes:
         order: [.] int32, which holds the tensors below.

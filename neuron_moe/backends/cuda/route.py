@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import route_kernels
+from neuron_moe.device import is_captured
 from neuron_moe.router import Router, Routing
 from nki_kernels.common.formula import RouterFormula
 
@@ -32,7 +33,7 @@ def takes(router: Router, hidden_TH: Tensor) -> bool:
     is_other = type(router).forward is not Router.forward or formula.n_group > 1
     if is_other or is_watched or hidden_TH.shape[-1] != router.hidden_size:
         return False
-    if torch.compiler.is_compiling():  # which fuses torch's operations
+    if is_captured():  # which fuses torch's operations
         return False
     if router.training or (
         torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_EH.requires_grad)

@@ -90,9 +90,9 @@ def _why_in_blocks(parts: LayerParts, step: Step) -> str:
     tuned = tuning.tuned.for_prefill(step.tokens)
     # A plan that was tuned for long prompts says nothing of short ones.
     if is_asked or (tuned is not None and tuned.tokens <= DENSE_STREAM_TOKENS):
-        return "blocks were asked for"
+        return "blocks were requested"
     if parts.weights.prefill_copy is not None and parts.weights.decode_copy is None:
-        return "weights lie by parts for blocks, and plain for the decode kernel"
+        return "weights are stored by parts for blocks, and plain for the decode kernel"
     try:
         decode.decode_config(parts, step.rows or step.tokens)
     except ValueError as error:
@@ -117,7 +117,7 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
     """Say why a step of a layer takes several launches; '' if it takes one.
 
     Raises:
-        ValueError: one launch was asked for and cannot be, or quantised weights and they are not.
+        ValueError: one launch was requested and cannot be, or quantised weights and they are not.
     """
     is_decode = step.phase in DECODE_PHASES
     if is_decode and parts.needs_quantized and parts.weights.packed_down is None:
@@ -186,10 +186,10 @@ def _few_tokens(parts: LayerParts, step: Step, decision: Decision, apart: str) -
 
 
 def _asked_mode(parts: LayerParts, step: Step) -> tuple[str, str] | None:
-    """Return the decode mode that was asked for or tuned, and why; None leaves it open."""
+    """Return the decode mode that was requested or tuned, and why; None leaves it open."""
     mode = parts.tuning.decode_mode
     if mode != "auto":
-        return mode, f"decode_mode={mode!r} was asked for"
+        return mode, f"decode_mode={mode!r} was requested"
     tuned = parts.tuning.tuned.for_decode(step.tokens)
     if tuned is not None:
         return tuned.mode, f"tuned for up to {tuned.tokens} tokens"

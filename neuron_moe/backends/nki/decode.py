@@ -73,7 +73,7 @@ class DecodePlan(RoutedPlan):
         return (self._launch,)
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Compute the experts; return [N, H] float32. Choices of other ranks are told apart on the
+        """Compute the experts; return [N, H] float32. Choices of other ranks are recognised on the
         chip.
         """
         check_call(hidden_NH)

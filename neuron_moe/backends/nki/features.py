@@ -21,7 +21,7 @@ def prefill_request(tuning: Tuning) -> PlanRequest:
 
 
 def shared_request(tuning: Tuning) -> PlanRequest:
-    """Return what shared experts of prefill ask for: loops of their own, whatever was named."""
+    """Return what shared experts of prefill need: loops of their own, whatever was named."""
     return prefill_request(replace(tuning, loop_plan="sorted"))
 
 

@@ -7,7 +7,7 @@ compiler for Neuron where it is installed, one of ours elsewhere.
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import nki_sim
 from neuron_moe.backends.nki import operators
-from neuron_moe.device import is_traced
+from neuron_moe.device import is_captured, is_captured_by_dynamo, is_traced
 from neuron_moe.versions import check_version
 from nki_kernels import IS_SIMULATED
 from nki_kernels.outputs import Output, outputs_of
@@ -29,7 +29,7 @@ if not IS_SIMULATED:
 
 
 class Input(NamedTuple):
-    """An operand that each step brings anew.
+    """An operand that each step gives anew.
 
     Attributes:
         name: under which `run` is given it: hidden, index, affinities, is_real, or an output of an
@@ -51,7 +51,7 @@ class Launch:
         kernel: of `nki_kernels`.
         num_cores: physical cores of the logical core (LNC).
         records: what it is compiled for, by the names of its parameters.
-        operands: weights, and what a step brings, likewise; those it does not have are None or left
+        operands: weights, and what a step gives, likewise; those it does not have are None or left
             out.
         outputs: names of what it returns, under which later launches of the step read it.
     """
@@ -83,6 +83,17 @@ class Launch:
         return tuple((name, given.get(name, default)) for name, default in parameters.items())
 
     @cached_property
+    def inputs(self) -> tuple[tuple[str, str], ...]:
+        """Parameters that a step fills, each with the name of its input."""
+        found = self.arguments
+        return tuple((name, value.name) for name, value in found if isinstance(value, Input))
+
+    @cached_property
+    def eager(self) -> dict[str, Any]:
+        """The arguments as they are launched outside of a graph."""
+        return _as_operands(dict(self.arguments))
+
+    @cached_property
     def specs(self) -> tuple[Output, ...]:
         """Shapes and element types of the outputs."""
         shapes = {
@@ -92,13 +103,13 @@ class Launch:
         return (found,) if isinstance(found, Output) else found
 
     @cached_property
-    def captured(self) -> tuple[tuple[str, Any], ...]:
+    def captured(self) -> dict[str, Any]:
         """The arguments as they stand in a graph: records as text, weights without gradient."""
-        return tuple((name, _in_graph(value)) for name, value in self.arguments)
+        return {name: _in_graph(value) for name, value in self.arguments}
 
     def prepare(self) -> None:
         """Make what a graph reads, before it is captured."""
-        _ = self.name, self.captured
+        _ = self.name, self.inputs, self.captured
 
 
 def _in_graph(value: Any) -> Any:
@@ -117,12 +128,12 @@ def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
     Raises:
         ValueError: tensors on a device although only the simulator is there.
     """
-    is_captured = torch.compiler.is_compiling()
+    in_graph = is_captured()
     is_fake = IS_SIMULATED and any(_is_traced(x) for x in step.values())
-    if not (is_captured or is_fake):
-        return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
-    arguments = _filled(launch.captured, step)
-    if is_captured and launch.name in _LOWERED:
+    if not (in_graph or is_fake):
+        return _call(launch.kernel, launch.num_cores, _filled(launch, launch.eager, step))
+    arguments = _filled(launch, launch.captured, step)
+    if in_graph and launch.name in _LOWERED:
         found = _LOWERED[launch.name](launch.num_cores, *arguments.values())
         return tuple(found) if isinstance(found, tuple | list) else (found,)
     return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
@@ -134,11 +145,12 @@ def _is_traced(x: Tensor | None) -> bool:
 
 
 def _filled(
-    arguments: Sequence[tuple[str, Any]], step: Mapping[str, Tensor | None]
+    launch: Launch, arguments: dict[str, Any], step: Mapping[str, Tensor | None]
 ) -> dict[str, Any]:
-    return {
-        name: step[value.name] if isinstance(value, Input) else value for name, value in arguments
-    }
+    found = arguments.copy()
+    for parameter, name in launch.inputs:
+        found[parameter] = step[name]
+    return found
 
 
 def _call(kernel: Any, num_cores: int, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -150,14 +162,24 @@ def _call(kernel: Any, num_cores: int, arguments: dict[str, Any]) -> tuple[Tenso
                 " installed, and its simulator takes CPU tensors. Install the SDK, or move the"
                 " module to the CPU."
             )
-        arguments = {name: _as_operand(value) for name, value in arguments.items()}
         found = nki_sim.run(kernel, lnc=num_cores, **arguments).outputs
     else:
         found = kernel[num_cores](**arguments)
     return found if isinstance(found, tuple) else (found,)
 
 
-_OPERATORS = operators.register(_call)
+def _call_node(kernel: Any, num_cores: int, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Run what a node of a graph says."""
+    return _call(kernel, num_cores, _as_operands(arguments))
+
+
+def _as_operands(arguments: dict[str, Any]) -> dict[str, Any]:
+    if not IS_SIMULATED:
+        return arguments
+    return {name: _as_operand(value) for name, value in arguments.items()}
+
+
+_OPERATORS = operators.register(_call_node)
 _WRAPPERS = ("torch_neuronx", "libtorch_neuronx_lite.nki.nki_hop")
 
 
@@ -184,7 +206,7 @@ def _as_operand(value: Any) -> Any:
     torch has no name for that type. On the chip codes arrive under torch's name, float8_e4m3fn. Not
     tried is whether its compiler takes that on Trainium 2; codes up to 240 mean the same in both.
     """
-    if isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn:
+    if isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn and value.is_cpu:
         bits = value.detach().contiguous().view(torch.uint8).numpy()
         return bits.view(ml_dtypes.float8_e4m3)
     return value
@@ -192,7 +214,7 @@ def _as_operand(value: Any) -> Any:
 
 def check_capture() -> None:
     """Raise ValueError where a plan would be made while Python itself is captured."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_captured_by_dynamo():
         raise ValueError(
             "backend='nki' inside torch.compile: a plan is made before the graph is captured, by"
             " the layer. Call the layer or its experts, not a plan of yours."

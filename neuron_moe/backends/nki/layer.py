@@ -127,7 +127,7 @@ def layer_config(parts: LayerParts, step: Step, path: str | None) -> Any:
 
     Args:
         parts: of the layer.
-        step: what is asked for.
+        step: what is requested.
         path: 'selective', 'all_experts', or None for the choice of the cost model.
 
     Raises:

@@ -141,7 +141,7 @@ def narrow_weights(first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed]
 def _log_once() -> None:
     _log.warning(
         "pack_weights(): some expert weights have no exact 8 bit form and stay bfloat16, with twice"
-        " the bytes to read. MoE.explain() tells which, and why."
+        " the bytes to read. MoE.explain() says which, and why."
     )
 
 

@@ -114,7 +114,7 @@ class PrefillPlan(RoutedPlan):
             return None
         try:
             made = self._compiled
-        except ValueError:  # told by whoever prepares the plan
+        except ValueError:  # raised again by whoever prepares the plan
             return None
         given = GivenChoices(parts.spec.top_k, _chosen_among(parts, self.step))
         out = replace(made.out, has_spoils=True)
@@ -303,7 +303,7 @@ class PrefillPlan(RoutedPlan):
         return (plan, *self._around(), format_note(parts.weights), *safe, *better, *overflow)
 
     def _around(self) -> tuple[str, ...]:
-        """Say which kernels compute what lies around the experts."""
+        """Say which kernels compute what is around the experts."""
         parts = self.parts
         around = "kernels: router_topk, index_blocks, combine around it"
         if self.given_config is not None:
@@ -384,7 +384,7 @@ def _fitting_config(plan: PrefillPlan, work: PrefillWork, request: PlanRequest) 
 
 
 def _request(plan: PrefillPlan) -> PlanRequest:
-    """Return the plan that was asked for or tuned, or the cost model's."""
+    """Return the plan that was requested or tuned, or the cost model's."""
     parts, tuning = plan.parts, plan.parts.tuning
     tuned = tuning.tuned.for_prefill(plan.step.tokens)
     if tuned is not None:
@@ -502,7 +502,7 @@ def _slot_scale(affinities_TK: Tensor, pair_of_slot: Tensor) -> Tensor:
 
 
 def _chosen_among(parts: LayerParts, step: Step) -> int:
-    """Return among how many experts a row chooses: of all ranks; fewer where an all-to-all brings
+    """Return among how many experts a row chooses: of all ranks; fewer where an all-to-all sends
     only rows that chose one of this rank, each of which so gets more of them.
     """
     rows = step.rows or step.tokens
@@ -529,11 +529,11 @@ def columns_of(parts: LayerParts, step: Step, config: PrefillConfig) -> int:
 
 def rank(parts: LayerParts, step: Step, *block_sizes: int) -> list[Candidate]:
     """Return the candidates of the cost model, the fastest first; their requests name the parts
-    weights lie in where they read the copy for prefill.
+    weights are in where they read the copy for prefill.
 
     Args:
         parts: of the layer.
-        step: tokens, and rows where an all-to-all brings them.
+        step: tokens, and rows where an all-to-all sends them.
         block_sizes: those to choose from; none: those the cost model likes.
 
     Raises:
@@ -570,12 +570,12 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
     """Return experts by the parts in which blockwise_moe loads them; None if it loads them whole.
 
     Raises:
-        ValueError: a plan was asked for that reads plain weights.
+        ValueError: a plan was requested that reads plain weights.
     """
     tuning, weights = parts.tuning, parts.weights
     if tuning.shard_plan != "auto":
         raise ValueError(
-            f"for_prefill=True: the plan asked for ({tuning}) reads plain weights. Leave the"
+            f"for_prefill=True: the plan requested ({tuning}) reads plain weights. Leave the"
             " use_* switches of BlockwiseMatmulConfig False."
         )
     check_weights(weights)

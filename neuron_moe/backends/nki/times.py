@@ -30,8 +30,7 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.common.rank_sums import ALONE, RankSum
 from nki_kernels.decode import check_layer_form, decode_layer
 from nki_kernels.index import index_blocks
-from nki_kernels.layer import check_prefill_layer, prefill_layer, shared_work_tiles
-from nki_kernels.prefill import blockwise_moe, matrix_shapes
+from nki_kernels.layer import check_prefill_layer, prefill_layer
 from nki_kernels.route import route
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.trace import CORE, FACTS, ControlFacts, Trace
@@ -164,7 +163,7 @@ def _values(launch: Launch, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(launch: Launch, value: Input) -> Any:
-    """Return what a step brings to a launch beside choices and what it routes with."""
+    """Return what a step gives to a launch beside choices and what it routes with."""
     if value.name == "is_real":  # all are, the most work
         return np.ones(value.shape, np.int32)
     if launch.kernel is prefill_layer and value.name == "hidden":
@@ -225,28 +224,6 @@ def launch_on_ranks(
     firsts = [rank * experts.E % num_experts for rank in range(num_ranks)]
     calls = [{**values, "first_expert": np.array([[first]], np.int32)} for first in firsts]
     return nki_sim.run_ranks(launch.kernel, calls, launch.num_cores, _options_of(launch, options))
-
-
-def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_sim.Run | None:
-    """Simulate the shared experts of a plan in a launch of their own; None if there are none."""
-    config = plan.config.shared
-    if config is None:
-        return None
-    num_slots = config.num_tiles * config.tile_rows
-    slots = np.arange(num_slots, dtype=np.int32)
-    slots[config.num_tokens :] = -1
-    gate_up, down = matrix_shapes(config)
-    return nki_sim.run(
-        blockwise_moe,
-        TensorSpec((config.num_tokens, config.H), "bfloat16"),
-        TensorSpec(gate_up, config.weight_format),
-        TensorSpec(down, config.weight_format),
-        slots,
-        *shared_work_tiles(config),
-        config,
-        lnc=config.num_cores,
-        options=options,
-    )
 
 
 def _routed_inputs(parts: LayerParts, num_tokens: int) -> Routed:

@@ -1,4 +1,4 @@
-"""neuron-moe bench all: what moved is told, and every benchmark can be a page."""
+"""neuron-moe bench all: what moved is shown, and every benchmark can be a page."""
 
 import json
 from pathlib import Path
@@ -66,8 +66,8 @@ def test_all_ends_with_what_moved_and_writes_a_page(
         )
         == 0
     )
-    told = capsys.readouterr().out
-    assert told.startswith("ceilings")
-    assert "== what moved\nnothing beyond noise" in told
+    shown = capsys.readouterr().out
+    assert shown.startswith("ceilings")
+    assert "== what moved\nnothing beyond noise" in shown
     assert json.loads(result.read_text())["prefill"]["rows"]
     check_page(page.read_text())

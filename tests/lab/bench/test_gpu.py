@@ -50,11 +50,11 @@ def test_points_are_measured_one_after_another_without_the_peer_that_fails(
     monkeypatch.setattr(gpu, "_measure", lambda *_: {"fwd_ms": 2.0})
     options = ["--tokens", "64", "32", "--shapes", "b", "a", "--decode", "--save-percents", "0"]
     assert main(["bench", "gpu", *options, "--peers", "sonicmoe", "grouped_mm"]) == 0
-    told = capsys.readouterr()
-    found = [tuple(line.split()[:2]) for line in told.out.splitlines()[1:]]
+    shown = capsys.readouterr()
+    found = [tuple(line.split()[:2]) for line in shown.out.splitlines()[1:]]
     in_turn = [(shape, tokens) for tokens in ("64", "32") for shape in "ba"]
     assert found == [point for point in in_turn for _ in ("ours", "grouped_mm", "dense")]
-    assert told.err.count("OSError: no such tile") == 4
+    assert shown.err.count("OSError: no such tile") == 4
 
 
 @pytest.mark.usefixtures("_a_gpu")
@@ -86,7 +86,7 @@ def test_decode_stands_beside_both_floors(
     monkeypatch.setattr(gpu, "decode_times", lambda sets, inputs, repeats: [times])
     options = ["--tokens", "--decode", "1", "--shapes", "b", "--save-percents"]
     assert main(["bench", "gpu", *options, "--peers", "--json"]) == 0
-    *_, header, line, told = capsys.readouterr().out.splitlines()
+    *_, header, line, shown = capsys.readouterr().out.splitlines()
     assert header.split() == [*gpu_decode.HEADER]
     assert line.split() == [
         "b",
@@ -94,7 +94,7 @@ def test_decode_stands_beside_both_floors(
         "16",
         *["20.0", "30.0", "1.50", "36.0", "33.0", "45.0", "1.80", "1.20"],
     ]
-    found = json.loads(told)
+    found = json.loads(shown)
     (decode,), rows = found["decode"], found["rows"]
     assert (decode["ours_over_copy"], decode["ours_over_read"]) == pytest.approx((1.8, 1.2))
     assert [(row["peer"].split(",")[0], row["fwd_ms"]) for row in rows] == [

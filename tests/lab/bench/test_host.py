@@ -104,7 +104,7 @@ def test_cases_that_miss_a_target_are_named() -> None:
     found = {
         "prefill": side(host_ms=0.5),
         "fused decode": side(host_ms=0.04, files=11),
-        "decode": side(host_ms=9.0, files=99),  # nothing is asked of it
+        "prefill 8-bit": side(host_ms=9.0, files=99),  # has no target
     }
     missed = [(miss["case"], miss["target"], miss["value"]) for miss in host.misses(found)]
     assert missed == [("prefill", "host_ms", 0.5), ("fused decode", "files", 11)]

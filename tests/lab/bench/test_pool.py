@@ -73,12 +73,12 @@ class Dying(Chain):
 
 
 def run(works: list[Chain], jobs: int, minutes: float | None = None) -> tuple[bool, list[str]]:
-    told = []
+    shown = []
 
     def on_taken(work: Any, task: Task, pace: Pace, seconds: float) -> None:
-        told.append(f"{task.name} {pace.text()}")
+        shown.append(f"{task.name} {pace.text()}")
 
-    return run_works(works, on_taken, jobs, minutes), told
+    return run_works(works, on_taken, jobs, minutes), shown
 
 
 def test_tasks_run_where_standard_error_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +93,17 @@ def test_tasks_run_where_standard_error_is_no_file(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
     works = [Chain("a", 2), Chain("b", 3), Chain("c", 0)]
-    is_complete, told = run(works, jobs)
+    is_complete, shown = run(works, jobs)
     assert is_complete
     assert [work.results for work in works] == [[0, 1], [0, 1, 2], []]
-    assert len(told) == 5
-    assert told[-1].endswith("100% done, at most 0 s left")
+    assert len(shown) == 5
+    assert shown[-1].endswith("100% done, at most 0 s left")
 
 
 @pytest.mark.long
 def test_one_process_takes_the_works_as_they_come() -> None:
-    _, told = run([Chain("a", 2), Chain("b", 1)], 1)
-    assert [line.split()[0] for line in told] == ["a0", "a1", "b0"]
+    _, shown = run([Chain("a", 2), Chain("b", 1)], 1)
+    assert [line.split()[0] for line in shown] == ["a0", "a1", "b0"]
 
 
 def test_tasks_run_at_the_same_time() -> None:
@@ -123,9 +123,9 @@ def test_nothing_runs_past_the_limit() -> None:
 
 def test_what_cannot_end_in_time_is_not_started() -> None:
     works = [Chain("a", 1, 0.2), Chain("b", 1, size_of_task=1000.0)]
-    is_complete, told = run(works, 1, minutes=0.25)  # 15 s: b is expected to take at least 200 s
+    is_complete, shown = run(works, 1, minutes=0.25)  # 15 s: b is expected to take at least 200 s
     assert not is_complete
-    assert len(told) == 1
+    assert len(shown) == 1
 
 
 def test_a_phase_is_made_when_the_one_before_has_ended() -> None:

@@ -173,7 +173,7 @@ def ran(name: str, us: float) -> Attempt:
 
 
 class FakeVendor:
-    """Stands in for the vendor's kernels: times by variant, and what was asked for."""
+    """Stands in for the vendor's kernels: times by variant, and what was requested."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.times, self.asked = times, list[str]()

@@ -1,4 +1,4 @@
-"""The work that a layer asks for: by hand, whatever ranks and kernels do with it."""
+"""The work that a layer needs: by hand, whatever ranks and kernels do with it."""
 
 import html
 import json

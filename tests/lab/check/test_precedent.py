@@ -8,11 +8,11 @@ import pytest
 
 from lab.check import our_uses, precedent
 from lab.check.case_file import read_cases
+from lab.check.chip_cases import SMALL
 from lab.check.kernels import NO_LIMITS, run_case
 from lab.check.vendor import run_case as run_vendor
 from lab.check.vendor_cases.case import Case, Limits
 from lab.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
-from lab.chip.cases import SMALL
 from neuron_moe.spec import Tuning
 from nki_sim.precedent import TABLE, Table, recording
 from tests.rows import thinned

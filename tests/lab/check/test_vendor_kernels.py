@@ -74,8 +74,8 @@ def test_a_prefill_of_gpt_oss_120b_is_timed_in_six_gib(library):
             job.inputs[name] = nki_sim.TensorSpec(value.shape, value.dtype)
     launched = launch(job, "trn2", mode="indices")
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    told = (
+    shown = (
         f"{len(launched.run.trace):,} instructions, peak {peak_gib:.2f} GiB, "
         f"simulated {launched.simulated_us:,.0f} us"
     )
-    assert peak_gib < 6, told
+    assert peak_gib < 6, shown

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.check.chip_cases import CASES
 from lab.check.launcher import simulate
 from lab.chip import check, worker
 from lab.chip.bugs import BUGS, FOLDER, Buggy
-from lab.chip.cases import CASES
 from lab.chip.device import Job
 from lab.chip.devices import find_device
 from lab.chip.held_out import jobs_of

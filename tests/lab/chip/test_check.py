@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import nki_sim
+from lab.check.chip_cases import CASES, FULL, SMALL
 from lab.check.launcher import simulate
 from lab.chip import check, worker
-from lab.chip.cases import CASES, FULL, SMALL
 from lab.chip.duration import _kernels_of, check_sum
 from lab.chip.fallbacks import with_changes
 from lab.chip.held_out import jobs_of
@@ -213,7 +213,7 @@ def test_what_is_dangerous_runs_only_if_asked_for_and_is_no_failure(
     assert "Run it with --dangerous" in found["rows"][-1]["why"]
     status, found = _check(tmp_path, *argv, "--dangerous")
     assert (status, [row["outcome"] for row in found["rows"]]) == (0, ["works"] * 5)
-    # What is known is told without the flag as well.
+    # What is known is shown without the flag as well.
     _, found = _check(tmp_path, *argv)
     assert [row["outcome"] for row in found["rows"]] == ["works"] * 5
 

@@ -82,8 +82,8 @@ def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(choices, "MODELS", (model,))
     monkeypatch.setattr(choices, "PREFILL_TOKENS", (256,))
     choices._ours.cache_clear()
-    assert choices.turned(TRN2) == []
-    (found,) = choices.turned(SLOW_RUNS)
+    assert choices.flipped(TRN2) == []
+    (found,) = choices.flipped(SLOW_RUNS)
     assert found["choice"] == "prefill, gpt-oss-20b TP8, 256 tokens"
     assert "blocks of 128" in found["ours"]
     assert "blocks of 32" in found["here"]

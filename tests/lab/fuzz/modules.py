@@ -58,7 +58,7 @@ class Attack:
         hidden_BSH: its input.
         residual_BSH: added to it first, or None.
         mask_BS: nonzero for real tokens, or None.
-        phase: that it is told.
+        phase: that it is given.
         is_direct: the experts are called on their own, with the router's choices and dense
             affinities.
         text: what it is.

@@ -79,7 +79,7 @@ def test_steps_count_tokens_of_training_alone_and_graphs_are_kept() -> None:
         step_selection_biases(layer)
     assert graphs["unique_graphs"] - before == 1
     assert int(load_of(layer).sum()) == 0
-    layer.enable_load_counters()  # asked for: any token
+    layer.enable_load_counters()  # requested: any token
     layer.eval()(tokens())
     assert int(load_of(layer).sum()) == T * K
 

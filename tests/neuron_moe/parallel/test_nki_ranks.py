@@ -46,12 +46,12 @@ def test_ranks_add_up_to_the_whole_layer(name: str, run_ranks: Callable[..., lis
         layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
         with torch.no_grad():
             found = [layer(hidden).output.float().numpy() for hidden in steps]
-        told = layer.explain("decode", 1).decision.kernel
+        shown = layer.explain("decode", 1).decision.kernel
         parallel_state.destroy_model_parallel()
-        return told, found
+        return shown, found
 
-    for told, found in run_ranks(config.model_size, work):
-        assert told == kernel
+    for shown, found in run_ranks(config.model_size, work):
+        assert shown == kernel
         for ours, theirs in zip(found, wanted, strict=True):
             error = rms_error(torch.from_numpy(ours), theirs)
             assert error <= 0.01 * theirs.float().square().mean().sqrt().item()

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "offline rank": (
         lambda: parallel_state.as_rank(ParallelConfig(tp=2), 2).__enter__(),
-        r"rank=2: must lie in \[0, 2\)",
+        r"rank=2: must be in \[0, 2\)",
     ),
 }
 

@@ -128,7 +128,7 @@ def test_limits_are_refused_by_name(case: str) -> None:
         check_combine(*arguments)
 
 
-# The least and the largest of T, K, H, slots and parts, and what lies just outside.
+# The least and the largest of T, K, H, slots and parts, and what is just outside.
 REACHED = [
     (1, 1, 64, 1, 1),
     (1, 16, 64, 1, 1),

@@ -234,7 +234,7 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
         make_decode_config(DecodeSizes(**sizes), *records(options))
 
 
-# T, H, I, E, K, experts of all ranks, cores: the least, the largest, and what lies just outside.
+# T, H, I, E, K, experts of all ranks, cores: the least, the largest, and what is just outside.
 REACHED = [
     (1, 64, 1, 1, 1, 1, 1),
     (256, 64, 1, 1, 1, 1, 2),

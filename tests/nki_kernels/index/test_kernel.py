@@ -258,7 +258,7 @@ def test_the_longest_inputs_are_accepted() -> None:
     check_index_blocks(32768, 8, BlockDims(256, 128, num_blocks(32768, 8, 256, 128)), 1)
 
 
-# The least and the largest of T, K, E, B and N, and what lies just outside.
+# The least and the largest of T, K, E, B and N, and what is just outside.
 REACHED = [
     (1, 1, 1, 1, 1),
     (1, 16, 1, 1, 1),

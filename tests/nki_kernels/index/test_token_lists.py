@@ -12,13 +12,13 @@ from nki_kernels.index.cost import rank_columns
 from nki_kernels.index.token_lists import (
     count_choices,
     count_group,
+    exchange_lists,
     finish_counts,
     mark_group,
     number_pairs,
     spread_columns,
     start_lists,
     start_marks,
-    tell_lists,
     tiles_of,
 )
 from nki_kernels.index.token_search import Meanwhile, finish_searches, go_on, look_up_rest
@@ -67,8 +67,8 @@ def lists_of(index_TK: Any, dims: BlockDims, rows: int, places: int) -> Any:
     go_on(meanwhile)
     look_up_rest(meanwhile)
     finish_searches(lists.searches)
-    told = tell_lists(lists)
-    isa.dma_copy(dst=listed[core], src=told[0][:, 0:width])
+    both = exchange_lists(lists)
+    isa.dma_copy(dst=listed[core], src=both[0][:, 0:width])
     store_per_token(number_TK, numbered.number_sb, tokens)
     return listed, counted, number_TK
 

@@ -158,6 +158,6 @@ def _refused() -> dict[str, tuple[PrefillLayerConfig, str]]:
 
 @pytest.mark.parametrize("name", ["neither", "both", "returned", "gate", "no-spoils"])
 def test_refusals_name_the_setting(name: str) -> None:
-    config, told = _refused()[name]
-    with pytest.raises(ValueError, match=told):
+    config, shown = _refused()[name]
+    with pytest.raises(ValueError, match=shown):
         check_prefill_layer(config)

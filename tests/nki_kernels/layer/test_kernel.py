@@ -77,7 +77,7 @@ class Case:
     shared: int = 0  # width of shared experts
     gated: bool = False  # which a gate scales
     narrow: str = "bfloat16"  # format of their weights
-    parts: tuple[int, int] | None = None  # in which these lie
+    parts: tuple[int, int] | None = None  # in which these are
     fit: LoopFit | None = None
     columns: int = 0  # of the last sum
     missing: str = "skip"

@@ -1,4 +1,4 @@
-"""What the mission asks for is right with public precedents alone, and saves what it should."""
+"""What the mission names is right with public precedents alone, and saves what it should."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_what_the_check_accepts_fits_in_memory(case: str) -> None:
     assert 0 < run.sbuf_peak_bytes <= SBUF_BYTES
 
 
-# The least and the largest that is taken, and what lies just outside: T, H, E, values, cores.
+# The least and the largest that is taken, and what is just outside: T, H, E, values, cores.
 GROUPS = {"act_fn": "sigmoid", "n_group": 4, "topk_group": 1}
 REACHED: list[tuple[int, int, int, dict[str, Any], int]] = [
     (1, 64, 2, {"top_k": 1}, 2),

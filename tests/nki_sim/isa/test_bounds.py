@@ -1,4 +1,4 @@
-"""Bounds that several instructions share: what lies on one is taken, what lies beyond is not."""
+"""Bounds that several instructions share: what is on one is taken, what is beyond is not."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_packed_operands_start_at_a_quadrant(operand: str) -> None:
         return Tile(shape=(32, columns), dtype=dtype, start=start if name == operand else 0)
 
     for start in (0, 16, 32):
-        told = ""
+        shown = ""
         try:
             execute(
                 body,
@@ -222,8 +222,8 @@ def test_packed_operands_start_at_a_quadrant(operand: str) -> None:
                 dst=tile("dst", "float8_e4m3fn_x4", 4),
             )
         except IllegalOperand as error:
-            told = str(error)
-        assert ("32 partitions from 16" in told) == (start == 16), (start, told)
+            shown = str(error)
+        assert ("32 partitions from 16" in shown) == (start == 16), (start, shown)
 
 
 @pytest.mark.parametrize("number", [INT32[0] - 1, INT32[0], INT32[1], INT32[1] + 1])
@@ -273,11 +273,11 @@ def test_a_product_has_as_many_columns_as_the_target_takes(
             "one": Tile(np.full((32, 16), 127), "uint8"),
             "other": Tile(np.full((32, columns), 127), "uint8"),
         }
-        told = ""
+        shown = ""
         try:
-            # Too many columns would not fit PSUM either; a narrower result is told second.
+            # Too many columns would not fit PSUM either; a narrower result is reported second.
             out = Tile(shape=(16, min(columns, most)), dtype=dtype, space="psum")
             execute(body, options=SimOptions(target=target), out=out, **tiles)
         except IllegalOperand as error:
-            told = str(error)
-        assert (f"moving: expected at most {most} columns" in told) == (columns > most), told
+            shown = str(error)
+        assert (f"moving: expected at most {most} columns" in shown) == (columns > most), shown

@@ -1,4 +1,4 @@
-"""Products have the same bits wherever operands lie, beside whatever, on every instruction set."""
+"""Products have the same bits wherever operands are, beside whatever, on every instruction set."""
 
 import hashlib
 import math

@@ -1,6 +1,6 @@
 """Sixty small programs that say what NKI 0.7 is: thirty run and are clean, thirty are refused.
 
-Each stands on one fact about the language of October 2026, told beside it. A refusal names who must
+Each is of one fact about the language of October 2026, given beside it. A refusal names who must
 notice: the simulator when it runs the program ("run"), or the linter by a rule ("NKI038").
 """
 
@@ -124,7 +124,7 @@ RUNS = {
         [[4, 2, 5, 2]],
     ),
     "set-and-membership": Probe(
-        "any container may be asked for membership at trace time",
+        "any container may be tested for membership at trace time",
         "t = load(x)\nif x.shape[1] in {4, 8}:\n    bump(t)\nreturn save(t)",
         [[4, 2, 5, 2]],
     ),

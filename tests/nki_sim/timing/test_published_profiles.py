@@ -368,7 +368,7 @@ def bounds_points(make: Make) -> list[Point]:
 def tutorial_points(make: Make) -> list[Point]:
     """4096 x 8192 x 8192 in fp32, naive, hoisted and fully blocked (OPT)."""
     size = (4096, 8192, 8192, "float32")
-    lighter = "the profiled kernel moved 1.8 GB (8.96 % of 716 GB/s), the source asks for 1.5 GB"
+    lighter = "the profiled kernel moved 1.8 GB (8.96 % of 716 GB/s), the source requests 1.5 GB"
     naive = tiled_matmul(make, *size, 16)
     hoisted = blocked_matmul(make, *size, 1, 1, False)
     blocked = fully_blocked_matmul(make, *size)

@@ -53,10 +53,10 @@ def test_a_difference_that_rests_on_a_guess_is_found_out(make_builder: Make) -> 
     report = compare(vector, gpsimd, ("vector", "gpsimd"))
     assert report.faster == "vector"
     assert not report.survives
-    turns = [(one.field, one.factor) for one in report.variations if not one.survives]
-    assert turns == [("gpsimd_nonzero_cycles_per_element", 0.5)]
+    flips = [(one.field, one.factor) for one in report.variations if not one.survives]
+    assert flips == [("gpsimd_nonzero_cycles_per_element", 0.5)]
     assert "depends on an assumed coefficient" in report.table()
-    assert "turns" in report.table()
+    assert "flips" in report.table()
 
 
 def test_measured_numbers_vary_only_on_request(make_builder: Make) -> None:

@@ -190,5 +190,5 @@ def test_the_picture_is_a_png_of_some_size(two_cores: Timeline, tmp_path: Path) 
 
 
 def test_a_window_that_is_empty_is_refused(timeline: Timeline, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"start_ns=5000.0: must lie before end_ns=10"):
+    with pytest.raises(ValueError, match=r"start_ns=5000.0: must be before end_ns=10"):
         timeline.save_picture(tmp_path / "run.png", 5000.0, 10.0)

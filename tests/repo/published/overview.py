@@ -58,13 +58,13 @@ def _figures(name: str, layout: str, key: str = "by_layout") -> Row:
 def _beside() -> str:
     """Return the ratios over all cases, by kernel and layout of our weights."""
     asked = [
-        (f"{what}, weights {told}", f"{name}_trn2", layout, "by_layout")
+        (f"{what}, weights {shown}", f"{name}_trn2", layout, "by_layout")
         for name, what in KERNELS.items()
-        for layout, told in LAYOUTS.items()
+        for layout, shown in LAYOUTS.items()
     ]
     asked += [
-        (f"the same, lists given, weights {told}", "prefill_trn2", layout, "by_layout_given")
-        for layout, told in LAYOUTS.items()
+        (f"the same, lists given, weights {shown}", "prefill_trn2", layout, "by_layout_given")
+        for layout, shown in LAYOUTS.items()
     ]
     lines = []
     for what, *where in asked:

@@ -17,31 +17,31 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, 
 
 
 def test_prefill_of_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
-    text, told = run(capsys, "--model", "qwen3_30b_a3b", "--tp", "8", "--tokens", "1024")
-    assert (told["path"], told["kernel"]) == ("blockwise", "nki.prefill_layer")
-    assert told["plan"]["block_size"] == told["block_size"] in (64, 128)
+    text, shown = run(capsys, "--model", "qwen3_30b_a3b", "--tp", "8", "--tokens", "1024")
+    assert (shown["path"], shown["kernel"]) == ("blockwise", "nki.prefill_layer")
+    assert shown["plan"]["block_size"] == shown["block_size"] in (64, 128)
     assert "change   block size" in text
     # Reasons are those of the path that runs.
-    assert not any("fewer experts" in reason for reason in told["reasons"])
-    assert f"block_size={told['block_size']} would" not in text
+    assert not any("fewer experts" in reason for reason in shown["reasons"])
+    assert f"block_size={shown['block_size']} would" not in text
 
 
 def test_decode_names_its_mode_and_the_other_one(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--model", "gpt_oss_120b", "--tp", "8", "--phase", "decode", "--tokens", "64")
-    text, told = run(capsys, *args)
-    mode = told["plan"]["mode"]
+    text, shown = run(capsys, *args)
+    mode = shown["plan"]["mode"]
     other = {"selective": "all_experts", "all_experts": "selective"}[mode]
     assert f"--decode-mode {other}" in text
     assert not any(line.startswith("  padding") for line in text.splitlines())
     _, changed = run(capsys, *args, "--decode-mode", other)
     assert changed["path"] == changed["plan"]["mode"] == other
-    assert any("was asked for" in reason for reason in changed["reasons"])
+    assert any("was requested" in reason for reason in changed["reasons"])
 
 
 def test_torch_has_no_kernels_to_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    text, told = run(capsys, "--model", "mixtral_8x7b", "--tokens", "1024", "--backend", "torch")
-    assert told["kernel"] == "torch.blockwise"
-    assert told["plan"] == {}
+    text, shown = run(capsys, "--model", "mixtral_8x7b", "--tokens", "1024", "--backend", "torch")
+    assert shown["kernel"] == "torch.blockwise"
+    assert shown["plan"] == {}
     assert "backend torch" in text
 
 
@@ -66,8 +66,8 @@ def test_a_file_tuned_for_other_ranks_is_refused(
         path, ""
     )
     args = ("--model", "mixtral_8x7b", "--phase", "decode", "--tokens", "8", "--tuned", str(path))
-    text, told = run(capsys, *args, "--tp", "8")
+    text, shown = run(capsys, *args, "--tp", "8")
     assert "tuned as mixtral_8x7b" in text
-    assert told["path"] == "all_experts"
+    assert shown["path"] == "all_experts"
     with pytest.raises(ValueError, match="tuned for tp=8, not for tp=4"):
         explain.main([*args, "--tp", "4"])

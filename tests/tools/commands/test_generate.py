@@ -107,11 +107,11 @@ def test_a_seed_repeats_a_sample(folder: Path, capsys: pytest.CaptureFixture[str
 def test_token_ids_need_no_tokenizer(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, told = run(folder, capsys, "--prompt", PROMPTS[0], "--dtype", "float32")
+    _, noted = run(folder, capsys, "--prompt", PROMPTS[0], "--dtype", "float32")
     bare = Path(shutil.copytree(folder, tmp_path / "bare"))
     for path in bare.glob("tokenizer*"):
         path.unlink()
-    (answer,) = told["answers"]
+    (answer,) = noted["answers"]
     ids = ",".join(map(str, answer["prompt_ids"]))
     text, result = run(bare, capsys, "--prompt-ids", ids, "--dtype", "float32")
     assert result["answers"][0]["token_ids"] == answer["token_ids"]

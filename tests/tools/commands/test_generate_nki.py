@@ -83,7 +83,7 @@ def test_ranks_that_share_the_experts_generate_the_same_tokens(
     _, got = run(folder, capsys, backend, *prompts, "--tp", str(tp), "--ep", str(ep), "--explain")
     assert [a["token_ids"] for a in got["answers"]] == [a["token_ids"] for a in wanted["answers"]]
     assert (got["config"]["tp"], got["config"]["ep"]) == layout
-    kernels = [told["kernel"] for told in got["explain"]]
+    kernels = [shown["kernel"] for shown in got["explain"]]
     if backend == "nki":
         assert kernels == ["nki.decode_layer", "nki.decode_layer"]
     assert f"for the {-(-32 // ep)} experts here" in " ".join(got["explain"][1]["reasons"])

@@ -198,12 +198,12 @@ def test_the_json_file_has_what_is_printed(
     path = tmp_path / "profile.json"
     words = ["--kernel", f"{file}:copy", "--args", "128x512:bfloat16", "--json", str(path)]
     assert main([*words, "--set", "dma_first_byte_ns=x2"]) == 0
-    text, told = capsys.readouterr().out, json.loads(path.read_text())
+    text, shown = capsys.readouterr().out, json.loads(path.read_text())
     assert not text.splitlines()[-1].startswith("{")
-    (launch,) = told["launches"]
+    (launch,) = shown["launches"]
     assert f"{launch['us']:,.2f} us" in text
-    assert f"{told['what_if']['us']:,.2f} us instead" in text
-    assert told["what_if"]["us"] > launch["us"]
+    assert f"{shown['what_if']['us']:,.2f} us instead" in text
+    assert shown["what_if"]["us"] > launch["us"]
     assert {line["source"] for line in launch["lines"]} >= {"nisa.dma_copy(dst=tile, src=x)"}
 
 

@@ -143,7 +143,7 @@ def test_a_choice_flips_for_its_rival_and_not_for_a_tie() -> None:
     assert sure.next_task() is None
     sure.take(second, {"": 10.5e3, "a x2": 10.5e3, "b x2": 23.3e3, "c x2": 19.94e3})
     sure.take(first, {"": 10e3, "a x2": 12e3, "b x2": 20e3, "c x2": 20e3})
-    assert [(point, turned) for point, turned, _ in sure.flips()] == [(rival, "a x2")]
+    assert [(point, scaled) for point, scaled, _ in sure.flips()] == [(rival, "a x2")]
 
 
 def test_routings_are_those_that_were_named(tmp_path: Path) -> None:

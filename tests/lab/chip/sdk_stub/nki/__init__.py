@@ -1,4 +1,4 @@
-"""Stands for the NKI of the Neuron SDK: notes what it is asked for and answers by the simulator.
+"""Stands for the NKI of the Neuron SDK: notes what it is called with and answers by the simulator.
 
 A call with arrays compiles and runs, as in the SDK, and leaves `kernel.neff` in NKI_ARTIFACTS_DIR
 as it was when this was imported. SDK_STUB_LOG names the file of notes, SDK_STUB_FAILS the step that

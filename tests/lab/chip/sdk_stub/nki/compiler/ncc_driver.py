@@ -1,4 +1,4 @@
-"""Stands for what is behind the compiler of kernels; leaves a program, and a dump if asked for."""
+"""Stands for what is behind the compiler of kernels; leaves a program, and a dump if requested."""
 
 import json
 import os

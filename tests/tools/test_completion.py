@@ -9,7 +9,7 @@ import pytest
 
 from lab.bench import menu as bench
 from neuron_moe.configs import config_names
-from neuron_moe.tools.commands.completion import script
+from neuron_moe.tools.completion import script
 from neuron_moe.tools.subcommands import MENU
 
 pytestmark = pytest.mark.long  # every command is imported
@@ -28,13 +28,13 @@ def offered(file: Path, line: str) -> set[str]:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash")
-    told = (
+    shown = (
         f"source {shlex.quote(str(file))}; COMP_WORDS=({shlex.join(words)}); "
         f"COMP_CWORD={len(words) - 1}; _shtab_neuron_moe neuron-moe {shlex.quote(words[-1])};"
         ' printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
-        [bash, "-c", told], capture_output=True, text=True, check=True, cwd=file.parent
+        [bash, "-c", shown], capture_output=True, text=True, check=True, cwd=file.parent
     )
     return set(done.stdout.split())
 

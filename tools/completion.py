@@ -14,6 +14,7 @@ from pathlib import Path
 import shtab
 
 from neuron_moe.configs import config_names
+from neuron_moe.tools import subcommands
 from neuron_moe.tools.menu import Menu, load
 from neuron_moe.tools.parsers import DESCRIBE, Described, Parser
 
@@ -35,11 +36,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def script(shell: str) -> str:
     """Return what a shell has to read."""
-    # A circle otherwise: the table of commands names this file.
-    from neuron_moe.tools.subcommands import MENU
-
     root = argparse.ArgumentParser("neuron-moe")
-    _add_all(root, MENU)
+    _add_all(root, subcommands.MENU)
     preamble = _PREAMBLE[shell].format(" ".join(config_names()))
     return str(shtab.complete(root, shell, preamble=preamble))
 
