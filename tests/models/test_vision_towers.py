@@ -1,11 +1,13 @@
 """Models with a vision tower, as transformers saves them: their text model is read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from neuron_moe.models.loader import load_model
 from tests.models.families import FAMILIES
@@ -31,27 +33,61 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {  # model type: text model, tow
     ),
     "minimax_m3_vl": ("minimax_m3_vl_text", SMALL),
     "gemma4": ("gemma4_text", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}),
+    "kimi_k25": (
+        "deepseek_v3-kimi",
+        {**SMALL, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
+    ),
 }
+# What transformers gets wrong where it turns its names back, by vLLM's reading of the publisher's.
+MISNAMED = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    "model.mm_projector.": "mm_projector.",
+}
+
+
+def model_with_tower(name: str, **sizes: Any) -> Any:
+    """Return transformers' model; `sizes` are of the text model."""
+    text, tower = TOWERS[name]
+    config = transformers.AutoConfig.for_model(
+        name, text_config=FAMILIES[text].config(**sizes), vision_config=tower
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(config).float().eval()
 
 
 @pytest.mark.parametrize("form", ["published", "modules"])
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "minimax_m3_vl" else (pytest.mark.long,))
+        pytest.param(
+            name, marks=() if name in ("minimax_m3_vl", "kimi_k25") else (pytest.mark.long,)
+        )
         for name in TOWERS
     ],
 )
 def test_the_text_model_beside_a_tower_is_read(name: str, form: str, tmp_path: Path) -> None:
-    text, tower = TOWERS[name]
-    config = transformers.AutoConfig.for_model(
-        name, text_config=FAMILIES[text].config(), vision_config=tower
-    )
-    torch.manual_seed(0)
-    reference = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+    reference = model_with_tower(name)
     reference.save_pretrained(tmp_path, save_original_format=form == "published")
+    if (name, form) == ("kimi_k25", "published"):
+        publish_kimi(tmp_path)
     ids = torch.arange(20)[None] * 7 % 200 + 5
     with torch.no_grad():
         theirs = reference(input_ids=ids).logits
         ours = load_model(tmp_path, dtype=torch.float32)(ids)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+def publish_kimi(folder: Path) -> None:
+    """Give tensors the names that the publisher gave them, and config.json a key of his."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for wrong, right in MISNAMED.items():
+        tensors = {key.replace(wrong, right): tensor for key, tensor in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["model_type"] = "kimi_k2"
+    config["vision_config"]["vt_num_hidden_layers"] = config["vision_config"].pop(
+        "num_hidden_layers"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
