@@ -407,7 +407,7 @@ class MoE(PlannedModule):
         spec = self.router.spec
         if spec.table_size:
             routing = self.router(own_TH, token_ids=own.token_ids)
-        elif plan is None or spec.why_torch:
+        elif plan is None or plan.parts.router is None:
             routing = self.router(own_TH)
         else:
             own_TH, routing = plan.enter(own_TH)
