@@ -10,7 +10,7 @@ tile's, and `finish_weights` the rest for all of them: short instructions cost a
         expert wins a tie
     affinities = act(chosen logits) or scores[index]; / (sum + renormalize_eps); * scaling
 
-Sources: neuron_moe.routing has the family and its models; top-8 instructions: nki.isa.max8.
+Sources: neuron_moe.router has the family and its models; top-8 instructions: nki.isa.max8.
 """
 
 from __future__ import annotations

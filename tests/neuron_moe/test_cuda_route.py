@@ -1,5 +1,6 @@
 """The router's kernels of the cuda backend, in Triton's interpreter or on a GPU, against torch."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,20 @@ def test_torch_routes_where_a_gradient_noise_groups_or_a_hook_are_wanted() -> No
     assert not route.takes(make("softmax").train(), hidden_TH)
     router.register_forward_hook(lambda *_: None)
     assert not route.takes(router, hidden_TH)
+
+
+@dataclass(frozen=True)
+class LaterFormula(RouterFormula):
+    """A formula with a field that the kernels do not know."""
+
+    floor: float = 0.0
+
+
+def test_torch_routes_by_a_field_that_the_kernels_do_not_know() -> None:
+    hidden_TH, router = torch.randn(4, H, device=DEVICE), make("softmax")
+    for floor in (0.0, 0.1):
+        router.spec = replace(router.spec, formula=LaterFormula(top_k=K, floor=floor))
+        assert route.takes(router, hidden_TH) == (floor == 0.0)
 
 
 def test_a_layer_without_gradient_routes_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

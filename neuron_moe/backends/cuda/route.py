@@ -3,6 +3,7 @@
 Axes: T tokens, E experts, K choices, S parts of the depth, H hidden.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from neuron_moe.router import Router, Routing
 from nki_kernels.common.formula import RouterFormula
 
 _FORMULAS: dict[str, RouterFormula] = {}
+_KNOWN = (
+    *("top_k", "has_bias", "has_selection_bias", "act_fn", "act_over_topk", "renormalize"),
+    *("renormalize_eps", "routed_scaling_factor", "topk_group", "out_of_group_fill"),
+)  # the last two are of groups, of which there is one
 _BLOCK_EXPERTS, _BLOCK_DEPTH = 64, 64
 _FEW_TOKENS, _MANY_TOKENS = 16, 64
 _PROGRAMS = 128  # about one for each multiprocessor
@@ -30,7 +35,7 @@ def takes(router: Router, hidden_TH: Tensor) -> bool:
     """
     weight_EH, formula = router.linear_router.weight, router.spec.formula
     is_watched = router._forward_hooks or router._forward_pre_hooks
-    is_other = type(router).forward is not Router.forward or formula.n_group > 1
+    is_other = type(router).forward is not Router.forward or not _is_known(formula)
     if is_other or is_watched or hidden_TH.shape[-1] != router.hidden_size:
         return False
     if is_captured():  # which fuses torch's operations
@@ -139,8 +144,14 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return parts_STE
 
 
+def _is_known(formula: RouterFormula) -> bool:
+    """Whether the kernels compute it: no groups, nor a field that they do not know."""
+    others = (each for each in fields(formula) if each.name not in _KNOWN)
+    return all(getattr(formula, each.name) == each.default for each in others)
+
+
 def _constants(formula: RouterFormula) -> dict[str, Any]:
-    """Return a formula as the kernel takes it."""
+    """Return a formula as the kernel takes it; its fields are in _KNOWN."""
     return {
         "TOP_K": formula.top_k,
         "CHOICES": triton.next_power_of_2(formula.top_k),
