@@ -75,7 +75,8 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ValueError(
-            f"dtype={dtype}: must be torch.bfloat16, torch.float32 or torch.float16. Use bfloat16."
+            f"dtype={dtype!r}: must be torch.bfloat16, torch.float32 or torch.float16. Use"
+            " torch.bfloat16."
         )
     model = build_model(directory, dtype=dtype, **model_options)
     if tuning is not None:

@@ -5,6 +5,7 @@ from neuron_moe.blocks import BlockMapping, build_block_mapping, num_blocks
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
 from neuron_moe.fused_decode import MoEFusedTKGConfig
+from neuron_moe.latent import Latent
 from neuron_moe.moe import MoE, MoEOutput
 from neuron_moe.nxd_compat import (
     BlockShardStrategy,
@@ -23,10 +24,12 @@ from neuron_moe.router import Router, Routing
 from neuron_moe.spec import (
     ExpertFormula,
     ExpertSpec,
+    LatentSpec,
     RouterFormula,
     RouterSpec,
     SharedSpec,
     Tuning,
+    limits,
 )
 from neuron_moe.weights import Experts
 
@@ -42,6 +45,8 @@ __all__ = [
     "Explanation",
     "GLUType",
     "GroupLimitedRouter",
+    "Latent",
+    "LatentSpec",
     "MoE",
     "MoEFusedTKGConfig",
     "MoEOutput",
@@ -58,6 +63,7 @@ __all__ = [
     "Tuning",
     "build_block_mapping",
     "choose_path",
+    "limits",
     "num_blocks",
     "parallel_state",
     "routing",

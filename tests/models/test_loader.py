@@ -108,7 +108,7 @@ def test_an_unknown_option_of_the_model_is_refused(checkpoint_of):
 
 def test_a_dtype_that_is_no_parameter_dtype_is_refused(checkpoint_of):
     with pytest.raises(
-        ValueError, match=r"dtype=torch\.int8: must be torch\.bfloat16.*Use bfloat16"
+        ValueError, match=r"dtype=torch\.int8: must be torch\.bfloat16.*Use torch\.bfloat16"
     ):
         load_model(checkpoint_of(), dtype=torch.int8)
 

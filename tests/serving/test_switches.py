@@ -157,7 +157,8 @@ TAKEN = {
     "ModelConfig": """runner tokenizer tokenizer_mode trust_remote_code seed
         allowed_local_media_path allowed_media_domains revision code_revision tokenizer_revision
         allow_deprecated_quantization enforce_eager return_sampling_mask max_logprobs logprobs_mode
-        use_fp64_gumbel enable_trace_replay disable_cascade_attn skip_tokenizer_init hf_token
+        use_fp64_gumbel enable_trace_replay disable_cascade_attn disable_sliding_window
+        skip_tokenizer_init hf_token
         pooler_config generation_config enable_sleep_mode
         sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator
         enable_nccl_comm_suspend logits_processors io_processor_plugin renderer_num_workers""",

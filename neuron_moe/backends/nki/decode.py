@@ -88,14 +88,11 @@ class DecodePlan(RoutedPlan):
 
     def notes(self) -> tuple[str, ...]:
         """Say how the kernel goes through the experts."""
-        notes = (
-            describe(self.config),
-            f"kernels: router_topk in front of it{', with rmsnorm' if self.has_norm else ''}",
-            format_note(self.parts.weights),
-            *features.decode_notes(self.config),
-        )
-        is_alone = self.parts.router is None
-        return notes if is_alone else (*notes, f"not fused: {self.why_apart}")
+        form, opened = format_note(self.parts.weights), features.decode_notes(self.config)
+        if self.parts.router is None:
+            return (describe(self.config), form, *opened)
+        front = f"kernels: router_topk in front of it{', with rmsnorm' if self.has_norm else ''}"
+        return (describe(self.config), front, form, *opened, f"not fused: {self.why_apart}")
 
     def chosen(self) -> dict[str, Any]:
         """Return the mode, in the words of a tuned plan."""
