@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from lab.check.kernel_cases.models import OAI
 from lab.check.vendor_cases.case import Case
 
 _PREFILL: Final = {
@@ -32,14 +33,6 @@ _LAYER: Final = {
     "batch": 4,
     "act_fn": "SiLU",
 }
-_OAI: Final = {
-    "act_fn": "Swish",
-    "bias": True,
-    "gate_clamp_upper": 7.0,
-    "up_clamp_upper": 7.0,
-    "up_clamp_lower": -7.0,
-    "up_offset": 1.0,
-}
 _ROUTER: Final = {"T": 130, "H": 512, "E": 64, "k": 4, "act_fn": "SOFTMAX"}
 _INDEX: Final = {"tokens": 700, "experts": 64, "top_k": 4}
 
@@ -62,7 +55,7 @@ SMALL: Final = (
     _case("small/combine", "topk_reduce", {"tokens": 256, "top_k": 4, "hidden": 1024}),
     _case("small/prefill", "moe_cte", _PREFILL),
     _case("small/prefill-split-on-I", "moe_cte", _PREFILL, "shard_on_i"),
-    _case("small/prefill-gpt-oss", "moe_cte", {**_PREFILL, **_OAI}),
+    _case("small/prefill-gpt-oss", "moe_cte", {**_PREFILL, **OAI}),
     _case(
         "small/prefill-k1",
         "moe_cte",
@@ -70,7 +63,7 @@ SMALL: Final = (
     ),
     _case("small/decode", "moe_tkg", _DECODE, "selective"),
     _case("small/decode-all", "moe_tkg", {**_DECODE, "tokens": 32}, "all_expert"),
-    _case("small/decode-gpt-oss", "moe_tkg", {**_DECODE, **_OAI}, "selective"),
+    _case("small/decode-gpt-oss", "moe_tkg", {**_DECODE, **OAI}, "selective"),
     _case(
         "small/decode-fp8",
         "moe_tkg",
@@ -87,7 +80,7 @@ FULL: Final = (
         "moe_cte",
         {
             **_PREFILL,
-            **_OAI,
+            **OAI,
             "hidden": 2880,
             "intermediate": 360,
             "experts": 128,
@@ -110,7 +103,7 @@ FULL: Final = (
     _case(
         "full/decode-gpt-oss-120b",
         "moe_tkg",
-        {**_DECODE, **_OAI, "hidden": 2880, "intermediate": 360, "experts": 128, "tokens": 16},
+        {**_DECODE, **OAI, "hidden": 2880, "intermediate": 360, "experts": 128, "tokens": 16},
         "selective",
     ),
     _case(

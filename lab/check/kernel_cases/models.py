@@ -60,7 +60,7 @@ class Layer:
 
 
 _SILU = {"act_fn": "SiLU"}
-_OAI = {
+OAI = {
     "act_fn": "Swish",
     "bias": True,
     "gate_clamp_upper": 7.0,
@@ -90,8 +90,8 @@ def _layer(name: str, H: int, inner: int, E: int, K: int, experts: Any, router: 
 LAYERS = {
     layer.name: layer
     for layer in (
-        _layer("gpt-oss-20b", 2880, 2880, 32, 4, _OAI, _OAI_ROUTER),
-        _layer("gpt-oss-120b", 2880, 2880, 128, 4, _OAI, _OAI_ROUTER),
+        _layer("gpt-oss-20b", 2880, 2880, 32, 4, OAI, _OAI_ROUTER),
+        _layer("gpt-oss-120b", 2880, 2880, 128, 4, OAI, _OAI_ROUTER),
         _layer("llama4-scout", 5120, 8192, 16, 1, _PRE, _SIGMOID),
         _layer("llama4-maverick", 5120, 8192, 128, 1, _PRE, _SIGMOID),
         _layer("qwen3-30b", 2048, 768, 128, 8, _SILU, _RENORMALISED),

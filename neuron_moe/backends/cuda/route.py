@@ -3,6 +3,7 @@
 Axes: T tokens, E experts, K choices, S parts of the depth, H hidden.
 """
 
+import functools
 from dataclasses import fields
 from typing import Any
 
@@ -144,6 +145,7 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return parts_STE
 
 
+@functools.cache
 def _is_known(formula: RouterFormula) -> bool:
     """Whether the kernels compute it: no groups, nor a field that they do not know."""
     others = (each for each in fields(formula) if each.name not in _KNOWN)
