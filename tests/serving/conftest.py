@@ -20,6 +20,7 @@ from neuron_moe.models.loader import CONFIG_FILE, load_model, parse_config, read
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.serving.environment import server_environment
 from tests.models.families import FAMILIES, write_checkpoint
+from tests.models.test_vision_towers import model_with_tower, publish_kimi
 
 # vLLM's attention on a CPU has few head sizes, and chunks must be whole blocks of its cache.
 SIZES = {"head_dim": 32, "attention_chunk_size": 64, "max_position_embeddings": 4096}
@@ -80,6 +81,7 @@ OTHERS = (
     "step3p5",
     "step3p5-biases",  # with a vision tower beside the text model
     "phimoe",
+    "kimi_k25",  # with a tower, as published
 )
 # With layers that keep a state of each sequence.
 RECURRENT = (
@@ -109,8 +111,14 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     def make(name: str) -> Path:
         if name == TINY_NAME:
             return checkpoint_folder(name)
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("served")
+        if name in made:
+            return made[name]
+        made[name] = tmp_path_factory.mktemp("served")
+        if name == "kimi_k25":
+            sizes = {"qk_nope_head_dim": 24, "max_position_embeddings": 4096}
+            model_with_tower(name, **sizes).save_pretrained(made[name])
+            publish_kimi(made[name])
+        else:
             sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
             config = FAMILIES[name].config(**sizes | OWN_SIZES.get(name.partition("-")[0], {}))
             write = write_checkpoint if config["model_type"] in CONFIG_MAPPING else _write_own

@@ -117,9 +117,9 @@ def test_a_model_whose_layers_all_keep_states_is_refused(folder_of: Folders) -> 
 
 
 def test_every_family_runs_inside_vllm_in_the_tests() -> None:
-    names = [name for name in (*FIRST, *OTHERS, *RECURRENT) if name != TINY_NAME]
-    types = [FAMILIES[name].model_type for name in names]
-    run = {find_model_file(each).__name__ for each in ("gpt_oss", *types)}
+    types = {name: family.model_type for name, family in FAMILIES.items()} | {TINY_NAME: "gpt_oss"}
+    names = (*FIRST, *OTHERS, *RECURRENT)
+    run = {find_model_file(types.get(name, name)).__name__ for name in names}
     every = {find_model_file(each).__name__ for each in model_types()}
     assert every == run
 

@@ -11,7 +11,6 @@ import pytest
 from neuron_moe.models.loader import build_model
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.serving.options import architecture_of, block_size_of
-from tests.models.test_vision_towers import model_with_tower, publish_kimi
 from tests.serving.conftest import FIRST, MAX_TOKENS, OTHERS, RECURRENT, Folders, asked
 
 pytestmark = [
@@ -113,15 +112,6 @@ def test_tokens_of_all_families_equal_our_own(
 ) -> None:
     _, expected = asked(folder_of(name))
     assert answers_of_others(name)[name + form] == {"tokens": [expected, expected]}
-
-
-@pytest.mark.long
-def test_the_text_model_of_kimi_k2_5_is_served(tmp_path: Path, run_vllm: Run) -> None:
-    sizes = {"qk_nope_head_dim": 24, "max_position_embeddings": 4096}
-    model_with_tower("kimi_k25", **sizes).save_pretrained(tmp_path)
-    publish_kimi(tmp_path)
-    _, expected = asked(tmp_path)
-    assert run_vllm([_request(tmp_path)]) == [{"tokens": [expected, expected]}]
 
 
 @pytest.mark.parametrize(("name", "how"), IN_FORMS)

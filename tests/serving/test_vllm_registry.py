@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from neuron_moe.models.loader import (
-    build_model,
-    find_model_file,
-    model_types,
-    parse_config,
-    read_config,
-)
+from neuron_moe.models.loader import build_model, parse_config, read_config
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.serving.options import (
     ARCHITECTURE,
@@ -30,7 +24,7 @@ from neuron_moe.serving.options import (
 )
 from neuron_moe.serving.plugin import register
 from tests.models.families import FAMILIES
-from tests.serving.conftest import FIRST, OTHERS, RECURRENT, Folders
+from tests.serving.conftest import Folders
 
 
 @pytest.mark.vllm
@@ -110,29 +104,3 @@ def _documented() -> list[list[str]]:
     line = r"^    vllm serve (.+)$|`-- (--[^`]+)`"
     found = re.findall(line, text, flags=re.MULTILINE)
     return [shlex.split(served or passed) for served, passed in found]
-
-
-def test_every_family_has_a_checkpoint_that_vllm_serves() -> None:
-    names = (*FIRST, *OTHERS, *RECURRENT)
-    served = ["gpt_oss" if name == TINY_NAME else FAMILIES[name].model_type for name in names]
-    assert {*map(find_model_file, served)} == {*map(find_model_file, model_types())}
-
-
-def test_the_page_about_serving_has_lines_for_vllm() -> None:
-    assert len(_documented()) == 2
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_documented_lines_are_taken_by_the_parser_of_vllm() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from neuron_moe.serving.vllm_server import vllm_parser
-
-    parser = vllm_parser()
-    parsed = [AsyncEngineArgs.from_cli_args(parser.parse_args(words)) for words in _documented()]
-    native, tuned = sorted(parsed, key=lambda each: not each.hf_overrides)
-    assert native.hf_overrides["architectures"] == [NATIVE_ARCHITECTURE]
-    assert native.additional_config == {"neuron_config": {"ep_degree": 2}}
-    assert native.enable_expert_parallel
-    assert tuned.max_num_batched_tokens == 64
