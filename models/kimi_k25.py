@@ -11,7 +11,7 @@ from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models import deepseek_v3
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, read_rotated
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
-from neuron_moe.models.weight_rules import with_modules
+from neuron_moe.models.weight_rules import below, with_modules
 
 OTHER_KEYS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "ignore_index", "use_unified_vision_chunk"),
@@ -50,26 +50,10 @@ Model = deepseek_v3.Model
 
 def weight_map(config: KimiK25Config) -> WeightMap:
     """Map the published tensor names to ours, and those of transformers' modules."""
-    text = _below("language_model.", deepseek_v3.weight_map(config))
+    text = below("language_model.", deepseek_v3.weight_map(config))
     text = with_modules(text, {}, "model.language_model.")
     sizes = {**text.sizes, "vision_layer": config.vision_layers}
     return replace(text, sizes=sizes, ignored=[*text.ignored, *_vision_names()])
-
-
-def _below(prefix: str, weight_map: WeightMap) -> WeightMap:
-    """Return a map whose tensors have longer names."""
-
-    def longer(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(prefix + name for name in names)
-
-    return replace(
-        weight_map,
-        rules=[replace(rule, sources=longer(rule.patterns)) for rule in weight_map.rules],
-        ignored=longer(tuple(weight_map.ignored)),
-        ignored_blocks={
-            prefix + name: longer(tuple(names)) for name, names in weight_map.ignored_blocks.items()
-        },
-    )
 
 
 def _vision_names() -> list[str]:

@@ -1,13 +1,13 @@
-"""Mistral Small 4 (text): configuration, attention, router and checkpoint map.
+"""Mistral Small 4, the text model: configuration, attention, router and checkpoint map.
 
 What differs from DeepSeek-V3, whose layers these are: a softmax over all experts gives scores,
 which no bias corrects, and queries grow with the logarithm of their place beyond the original
-context.
-Source: transformers, `models/mistral4/modular_mistral4.py`.
+context. Published inside `mistral3`, beside a vision tower, which is not read.
+Source: transformers, `models/mistral4/modular_mistral4.py`, `models/mistral3`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +18,15 @@ from neuron_moe.models import deepseek_v3
 from neuron_moe.models.biased_routing import sparse_rules
 from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention
-from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.hf_config import ConfigReader, read_text_section
 from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import below, with_modules
+
+ALIASES = ("mistral3",)
+IMAGE_KEYS = (
+    *("image_token_id", "image_token_index", "projector_hidden_act", "vision_feature_layer"),
+    *("multimodal_projector_bias", "spatial_merge_size"),
+)
 
 DEFAULTS = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
@@ -46,6 +53,7 @@ class Mistral4Config(DeepseekV3Config):
     Attributes:
         scaling_beta: by how much queries grow; 0: they do not.
         scaling_context: the number of places that count as one.
+        num_vision_layers: of the vision tower beside the text model; None without one.
     """
 
     router_fields: ClassVar[Mapping[str, Any]] = {
@@ -55,11 +63,14 @@ class Mistral4Config(DeepseekV3Config):
     }
     scaling_beta: float
     scaling_context: int
+    num_vision_layers: int | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Mistral4Config":
-        """Read config.json as transformers 5.x writes it."""
-        reader = ConfigReader.of_family(config, "mistral4", *deepseek_v3.OTHER_KEYS)
+        """Read config.json as transformers 5.x writes it, with or without a vision tower."""
+        depth = "num_hidden_layers"
+        text, layers = read_text_section(config, ALIASES[0], depth, IMAGE_KEYS, is_tied=True)
+        reader = ConfigReader.of_family(text, "mistral4", *deepseek_v3.OTHER_KEYS)
         rotated, plain = (reader.get(f"qk_{kind}_head_dim", int) for kind in ("rope", "nope"))
         reader.require("head_dim", rotated + plain)
         section = reader.get_section("rope_parameters") or reader.get_section("rope_scaling")
@@ -84,6 +95,7 @@ class Mistral4Config(DeepseekV3Config):
             defaults=DEFAULTS,
             scaling_beta=growth.get(BETA, float, 0.0),
             scaling_context=growth.get_size(CONTEXT, 8192),
+            num_vision_layers=layers,
         )
 
 
@@ -115,8 +127,27 @@ class Model(deepseek_v3.Model):
 
 def weight_map(config: Mistral4Config) -> WeightMap:
     """Map the tensor names of transformers to ours, experts one by one or fused."""
-    return deepseek_v3.weight_map(config, rules_of_sparse=_sparse_rules)
+    text = deepseek_v3.weight_map(config, rules_of_sparse=_sparse_rules)
+    if config.num_vision_layers is None:
+        return text
+    text = with_modules(below("language_model.", text), {}, "model.language_model.")
+    sizes = {**text.sizes, "vision_layer": config.num_vision_layers}
+    return replace(text, sizes=sizes, ignored=[*text.ignored, *_vision_names()])
 
 
 def _sparse_rules(layer: str) -> list[Rule]:
     return sparse_rules(layer, bias="")
+
+
+def _vision_names() -> list[str]:
+    """Return the tensors of the vision tower and of what leads from it to the text, both forms."""
+    block = "vision_tower.transformer.layers.{vision_layer}."
+    parts = [f"attention.{name}_proj" for name in "qkvo"]
+    parts += [f"feed_forward.{name}_proj" for name in ("gate", "up", "down")]
+    parts += ["attention_norm", "ffn_norm"]
+    names = [f"{block}{part}.weight" for part in parts]
+    names += ["vision_tower.patch_conv.weight", "vision_tower.ln_pre.weight"]
+    projector = "multi_modal_projector."
+    names += [f"{projector}{part}.weight" for part in ("norm", "patch_merger.merging_layer")]
+    names += [f"{projector}linear_{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")]
+    return [form + name for form in ("", "model.") for name in names]

@@ -184,6 +184,21 @@ def with_modules(
     return replace(weight_map, rules=either(**of_form, modules=modules))
 
 
+def below(prefix: str, weight_map: WeightMap) -> WeightMap:
+    """Return a map whose tensors have longer names."""
+
+    def longer(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(prefix + name for name in names)
+
+    blocks = weight_map.ignored_blocks.items()
+    return replace(
+        weight_map,
+        rules=[replace(rule, sources=longer(rule.patterns)) for rule in weight_map.rules],
+        ignored=longer(weight_map.ignored),
+        ignored_blocks={prefix + name: longer(names) for name, names in blocks},
+    )
+
+
 def exact_in_either(target: str, transform: Transform = identity, **places: str) -> list[Rule]:
     """Return rules of an exact tensor that has another name in each storage form.
 

@@ -33,6 +33,7 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {  # model type: text model, tow
     ),
     "minimax_m3_vl": ("minimax_m3_vl_text", SMALL),
     "gemma4": ("gemma4_text", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}),
+    "mistral3": ("mistral4", {**SMALL, "head_dim": 16}),
     "kimi_k25": (
         "deepseek_v3-kimi",
         {**SMALL, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
@@ -60,9 +61,7 @@ def model_with_tower(name: str, **sizes: Any) -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in ("minimax_m3_vl", "kimi_k25") else (pytest.mark.long,)
-        )
+        pytest.param(name, marks=() if name in ("mistral3", "kimi_k25") else (pytest.mark.long,))
         for name in TOWERS
     ],
 )
