@@ -33,6 +33,7 @@ from nki_kernels.prefill.config import (
     work_tile_dims,
 )
 from nki_kernels.prefill.fit import best_loop
+from nki_kernels.prefill.roofline import experts_ns
 
 _EVEN_TILES = 2
 _PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
@@ -48,6 +49,7 @@ _ALLOWED = {
     "shard_plan": ("balanced", "block", "intermediate", "hidden"),
 }
 _BY_ESTIMATE = PlanRequest()
+_WORTH_A_COPY = 0.95  # of the time with plain weights; estimates are no closer than that
 
 
 def make_config(
@@ -75,16 +77,25 @@ def make_config(
 def best_parts(config: PrefillConfig) -> tuple[int, int]:
     """Return the `weight_parts` with which a configuration would be fastest, by estimate.
 
-    (1, 1) where an expert is loaded whole: its runs are long as they are. Weights are stored once,
-    for prompts of any length; experts of two row tiles are expected, with which a work tile loads
-    about as long as it multiplies.
+    (1, 1) where plain weights are about as fast: an expert is loaded whole, or its runs are long as
+    they are. Weights are stored once, for prompts of any length; experts of two row tiles are
+    expected, with which a work tile loads about as long as it multiplies.
 
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
     """
+    tokens_E = _even_tokens(config, _EVEN_TILES)
     classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1)
-    draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
-    return stored_parts(best_loop(draft, _BY_ESTIMATE, _even_tokens(draft, _EVEN_TILES)))
+    plain, cut = (
+        best_loop(
+            replace(config, loop=replace(config.loop, by_parts=by_parts, classes=classes)),
+            _BY_ESTIMATE,
+            tokens_E,
+        )
+        for by_parts in (False, True)
+    )
+    gains = experts_ns(cut, tokens_E) < _WORTH_A_COPY * experts_ns(plain, tokens_E)
+    return stored_parts(cut) if gains else (1, 1)
 
 
 def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:
