@@ -3,6 +3,7 @@
 Families are not guessed from each other: two that look alike in config.json may route otherwise.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ def what_it_is(config: Mapping[str, Any], known: Sequence[str]) -> str:
     architectures = config.get("architectures")
     names = ", ".join(map(str, architectures)) if isinstance(architectures, list) else ""
     shown = f"model_type={config.get('model_type')!r}" + (f" ({names})" if names else "")
-    read = f"must be one of {', '.join(known)}"
+    near = difflib.get_close_matches(str(config.get("model_type")), known, cutoff=0.5)
+    read = f"must be one of {len(known)} such as {', '.join(near or known[:3])}: model_types() of"
+    read += " neuron_moe.models.loader returns them"
     values = dict(_walk(config))
     if config.get("model_type") is None:
         return f"{shown}: says which family a checkpoint is of; {read}. Add it to config.json."

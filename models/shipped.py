@@ -46,7 +46,10 @@ def checkpoint_folder(name: Path | str, *, download: bool = False) -> Path:
     Raises:
         FileNotFoundError: there is nothing of that name; the message says how to get it.
         OSError: it cannot be downloaded.
+        ValueError: it is no name.
     """
+    if not isinstance(name, str | Path):
+        raise ValueError(f"model={name!r}: must be a folder or an id, as a str or a Path.")
     is_id = _HUB_ID.fullmatch(str(name)) is not None and not Path(name).expanduser().exists()
     if download and is_id:
         return _download(str(name))

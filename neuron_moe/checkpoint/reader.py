@@ -26,6 +26,11 @@ from neuron_moe.quantize.bf16 import is_finite
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_PICKLE = "a pickle, which is not read: convert it."
+_OTHER_FORMATS = {
+    **dict.fromkeys((".bin", ".pt", ".pth"), _PICKLE),
+    ".gguf": "of llama.cpp, which is not read: take the model that it was made of.",
+}
 _MOST_RUNS = 8  # more gaps than these are read too, and dropped
 _MOST_AT_ONCE = 1 << 20  # bytes that are read with the gaps between rows
 LFS_POINTER = b"version https://git-lfs"
@@ -167,13 +172,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path}: must be a checkpoint directory or a .safetensors file, but does not exist. "
             "Check the path."
         )
-    others = sorted(
-        entry.name for entry in path.iterdir() if entry.suffix in (".bin", ".pt", ".pth")
-    )
-    hint = f" {others[0]} is a pickle, which is not read: convert it." if others else ""
+    hint = "Check the path, or download the checkpoint again."
+    for entry in sorted(path.iterdir()):
+        if entry.suffix in _OTHER_FORMATS:
+            hint = f"{entry.name} is {_OTHER_FORMATS[entry.suffix]}"
+            break
     raise FileNotFoundError(
         f"{path}: must hold {SINGLE_FILE} or {INDEX_FILE} with its shards, but holds neither."
-        f"{hint or ' Check the path, or download the checkpoint again.'}"
+        f" {hint}"
     )
 
 

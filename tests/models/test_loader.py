@@ -200,6 +200,10 @@ CORRUPTIONS = {
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
         [r"must hold model\.safetensors or", r"pytorch_model\.bin is a pickle", "convert"],
     ),
+    "gguf-only": (
+        lambda d: (d / "model.safetensors").rename(d / "model.gguf"),
+        [r"must hold model\.safetensors or", r"model\.gguf is of llama\.cpp", "take the model"],
+    ),
     "no-weights": (
         lambda d: (d / "model.safetensors").unlink(),
         [r"must hold model\.safetensors or", "Check the path"],

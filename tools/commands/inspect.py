@@ -176,7 +176,7 @@ def _print_report(report: dict[str, Any]) -> None:
     )
     print(
         f"stored      {format_bytes(stored['bytes'])}, experts in {stored['expert_format']}"
-        f"  [{stored['kind']}]"
+        f"  [{stored['kind']}]{'' if stored['num_tensors'] else ', no files of weights are here'}"
     )
     if stored["num_tensors"] is not None:
         print(f"tensors     {stored['num_tensors']}, all names and shapes as they must be")
