@@ -63,8 +63,9 @@ def test_operators_pass_torchs_own_check(
         seen.append((operators.name_of(kernel), (num_cores, *texts.values())))
         return call(kernel, num_cores, arguments)
 
-    monkeypatch.setattr(launch, "_call", note)
-    layer(_tokens(step))
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_call", note)
+        layer(_tokens(step))
     assert seen
     for name, arguments in seen:
         operator = getattr(torch.ops.neuron_moe, name).default
