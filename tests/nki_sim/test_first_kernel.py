@@ -66,4 +66,5 @@ def test_the_slowest_line_is_that_of_the_page_and_its_cure_halves_the_time(
         slowest.append(re.search(r"% +[\d.]+ us  my_kernels.py:(\d+) ", said)[1])  # type: ignore[index]
     assert slowest == ["11", "13"]
     assert times[1] < times[0] / 2
+    assert times == [float(us) for us in re.findall(r"total time +([\d.]+) us", PAGE)]
     assert main(["lint", "my_kernels.py"]) == 0
