@@ -59,7 +59,7 @@ OTHER_KEYS = ("load_balance_coeff", "use_grouped_mm")
 class AfmoeConfig(SlidingConfig):
     """Facts of one AFMoE checkpoint, under the names that `SlidingConfig` gives them."""
 
-    mup_enabled: bool
+    mup_enabled: bool = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AfmoeConfig":
@@ -81,7 +81,6 @@ class AfmoeConfig(SlidingConfig):
             ),
             sliding_window=reader.get_size("sliding_window", WINDOW),
             layer_types=reader.get_strings("layer_types") or usual,
-            mup_enabled=reader.get("mup_enabled", bool, False),
         )
 
 

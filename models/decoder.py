@@ -10,7 +10,7 @@ places are those of `neuron_moe.models.attention`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -40,6 +40,8 @@ from neuron_moe.moe import MoE
 
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 Norm = RMSNorm | nn.LayerNorm
+_KINDS = (int, float, bool, str)  # of fields that are read by themselves
+_OPTIONAL: dict[Any, type[Any]] = {kind | None: kind for kind in _KINDS}
 _OTHER_NAMES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
 
 
@@ -118,7 +120,9 @@ class DecoderConfig:
 
     @classmethod
     def read(cls: type[ConfigT], reader: ConfigReader, **facts: Any) -> ConfigT:
-        """Read the keys that every family spells alike, and refuse those that nobody read.
+        """Read the fields that are not given under their own names; refuse keys that nobody read.
+
+        A field with a default may be absent, one that may be None null as well.
 
         Args:
             reader: of the whole config.json.
@@ -129,26 +133,25 @@ class DecoderConfig:
         Raises:
             ValueError: a missing, unknown or contradictory key.
         """
-        size, heads = reader.get("hidden_size", int), reader.get("num_attention_heads", int)
-        act = reader.get("hidden_act", str, "silu")
-        facts = {
-            "head_dim": reader.get("head_dim", int, size // max(heads, 1)),
-            "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
-            "max_position_embeddings": reader.get("max_position_embeddings", int),
-            **facts,
-        }
-        config = cls(
-            vocab_size=reader.get("vocab_size", int),
-            hidden_size=size,
-            num_hidden_layers=reader.get("num_hidden_layers", int),
-            num_attention_heads=heads,
-            num_key_value_heads=reader.get("num_key_value_heads", int),
-            hidden_act=_OTHER_NAMES.get(act, act),
-            rms_norm_eps=reader.get("rms_norm_eps", float),
-            eos_token_ids=reader.get_ints("eos_token_id", "token id"),
-            pad_token_id=reader.get_optional("pad_token_id", int),
-            **facts,
-        )
+        reader.ignore("head_dim", "hidden_act", "tie_word_embeddings")  # where the family has them
+        for field in fields(cls):
+            name = field.name
+            if name in facts:
+                continue
+            if name == "head_dim":
+                usual = facts["hidden_size"] // max(facts["num_attention_heads"], 1)
+                facts[name] = reader.get(name, int, usual)
+            elif name == "hidden_act":
+                act = reader.get(name, str, "silu")
+                facts[name] = _OTHER_NAMES.get(act, act)
+            elif name == "eos_token_ids":
+                facts[name] = reader.get_ints("eos_token_id", "token id")
+            elif field.type in _KINDS:
+                usual = None if field.default is MISSING else field.default
+                facts[name] = reader.get(name, field.type, usual)
+            elif field.type in _OPTIONAL:
+                facts[name] = reader.get_optional(name, _OPTIONAL[field.type])
+        config = cls(**facts)
         reader.finish()
         return config
 

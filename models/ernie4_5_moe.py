@@ -70,10 +70,7 @@ class Ernie45MoeConfig(DecoderConfig):
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, is_interleaved=True),
             tie_word_embeddings=reader.get("tie_word_embeddings", bool, True),
-            intermediate_size=reader.get("intermediate_size", int),
             moe_intermediate_size=inner,
-            moe_num_experts=reader.get("moe_num_experts", int),
-            moe_k=reader.get("moe_k", int),
             shared_size=inner * reader.get("moe_num_shared_experts", int) or None,
             sparse_layers=_read_sparse_layers(reader),
         )

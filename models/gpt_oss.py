@@ -77,14 +77,8 @@ class GptOssConfig(DecoderConfig):
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, default_section=ROPE_SCALING),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
             num_experts_per_tok=reader.get_renamed("num_experts_per_tok", "experts_per_token", int),
-            sliding_window=reader.get("sliding_window", int),
             layer_types=reader.get_strings("layer_types") or usual_types,
-            attention_bias=reader.get("attention_bias", bool, True),
-            swiglu_alpha=reader.get("swiglu_alpha", float, SWIGLU_ALPHA),
-            swiglu_limit=reader.get("swiglu_limit", float, SWIGLU_LIMIT),
         )
 
     def window(self, layer: int) -> int | None:

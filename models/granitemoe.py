@@ -34,7 +34,6 @@ ALIASES = ("granitemoeshared", "granitemoehybrid")
 ROPE_THETA = 10000.0  # where config.json does not say
 LAYER_TYPES = ("linear_attention", "full_attention")
 OLD_TYPES = {"mamba": LAYER_TYPES[0], "attention": LAYER_TYPES[1]}
-FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 NORMS = {"before_attention": "input_layernorm", "before_feed_forward": "post_attention_layernorm"}
 OTHER_KEYS = ("init_method", "mamba_chunk_size")
 
@@ -52,12 +51,12 @@ class GraniteMoeConfig(DecoderConfig):
     """
 
     intermediate_size: int
-    num_local_experts: int
-    num_experts_per_tok: int
-    attention_bias: bool
-    embedding_multiplier: float
-    logits_scaling: float
-    residual_multiplier: float
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    attention_bias: bool = False
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
     attention_multiplier: float | None
     shared_intermediate_size: int | None
     layer_types: tuple[str, ...]
@@ -90,11 +89,6 @@ class GraniteMoeConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int, 8),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int, 2),
-            attention_bias=reader.get("attention_bias", bool, False),
-            **{name: reader.get(name, float, 1.0) for name in FACTORS},
             attention_multiplier=scale,
             shared_intermediate_size=shared or None,
             layer_types=types,

@@ -57,7 +57,7 @@ class HunyuanMoEConfig(DecoderConfig):
     intermediate_size: int
     num_experts: int
     moe_topk: int
-    attention_bias: bool
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -89,7 +89,6 @@ class HunyuanMoEConfig(DecoderConfig):
             intermediate_size=size,
             num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
             moe_topk=reader.get_renamed("moe_topk", "num_experts_per_tok", int),
-            attention_bias=reader.get("attention_bias", bool, False),
         )
 
 

@@ -111,7 +111,6 @@ class LagunaConfig(TwoRopesConfig):
             head_dim=reader.get("head_dim", int, 128),
             sliding_window=reader.get_size("sliding_window", WINDOW),
             layer_types=reader.get_strings("layer_types") or ATTENTION_TYPES[1:] * num_layers,
-            shared_expert_intermediate_size=reader.get("shared_expert_intermediate_size", int),
             heads=reader.get_ints("num_attention_heads_per_layer") or usual * num_layers,
             gates_elements=gating in (False, "per-element"),
             router_softcap=reader.get("moe_router_logit_softcapping", float, 0.0),

@@ -63,8 +63,8 @@ class Lfm2MoeConfig(BiasedRoutingConfig):
 
     layer_types: tuple[str, ...]
     conv_width: int
-    conv_bias: bool
-    use_expert_bias: bool
+    conv_bias: bool = False
+    use_expert_bias: bool = True
 
     def __post_init__(self) -> None:
         BiasedRoutingConfig.__post_init__(self)
@@ -96,8 +96,6 @@ class Lfm2MoeConfig(BiasedRoutingConfig):
             tie_word_embeddings=is_tied,
             layer_types=reader.get_strings("layer_types"),
             conv_width=reader.get_size("conv_L_cache", 3),
-            conv_bias=reader.get("conv_bias", bool, False),
-            use_expert_bias=reader.get("use_expert_bias", bool, True),
             **read_feed_forward(
                 reader,
                 names=NAMES,

@@ -72,9 +72,9 @@ class Llama4Config(DecoderConfig):
     attention_chunk_size: int
     use_qk_norm: bool
     attn_temperature_tuning: bool
-    floor_scale: float
-    attn_scale: float
-    attention_bias: bool
+    floor_scale: float = 8192.0
+    attn_scale: float = 0.1
+    attention_bias: bool = False
     num_vision_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,22 +110,13 @@ class Llama4Config(DecoderConfig):
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, is_interleaved=True),
-            intermediate_size=reader.get("intermediate_size", int),
-            intermediate_size_mlp=reader.get("intermediate_size_mlp", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
             moe_layers=moe_layers,
             no_rope_layers=rotates,
             layer_types=reader.get_strings("layer_types") or tuple(layer_types),
-            attention_chunk_size=reader.get("attention_chunk_size", int),
-            use_qk_norm=reader.get("use_qk_norm", bool),
             # A flag, published as 4 at first.
             # A number in published files, a switch that is on in transformers' class.
             attn_temperature_tuning=bool(reader.get_raw("attn_temperature_tuning"))
             or reader.is_absent("attn_temperature_tuning"),
-            floor_scale=reader.get("floor_scale", float, 8192.0),
-            attn_scale=reader.get("attn_scale", float, 0.1),
-            attention_bias=reader.get("attention_bias", bool, False),
             num_vision_layers=vision_layers,
         )
 

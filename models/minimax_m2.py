@@ -72,9 +72,6 @@ class MiniMaxM2Config(DecoderConfig):
             reader,
             head_dim=head_dim,
             rope=_read_rope(reader, head_dim),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
         )
 
 

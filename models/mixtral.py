@@ -48,10 +48,6 @@ class MixtralConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            sliding_window=reader.get_optional("sliding_window", int),
         )
 
 

@@ -44,8 +44,8 @@ class OlmoeConfig(DecoderConfig):
     intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
-    norm_topk_prob: bool
-    attention_bias: bool
+    norm_topk_prob: bool = False
+    attention_bias: bool = False
     clip_qkv: float | None
 
     def __post_init__(self) -> None:
@@ -69,11 +69,7 @@ class OlmoeConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=default_theta),
-            intermediate_size=reader.get("intermediate_size", int),
             num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            norm_topk_prob=reader.get("norm_topk_prob", bool, False),
-            attention_bias=reader.get("attention_bias", bool, False),
             clip_qkv=clip_qkv,
         )
 

@@ -51,10 +51,10 @@ class PhimoeConfig(DecoderConfig):
     )
     intermediate_size: int
     num_local_experts: int
-    router_jitter_noise: float
+    router_jitter_noise: float = JITTER
     sliding_window: int | None
-    attention_bias: bool
-    lm_head_bias: bool
+    attention_bias: bool = False
+    lm_head_bias: bool = False
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -91,12 +91,6 @@ class PhimoeConfig(DecoderConfig):
             reader,
             rope=rope,
             max_position_embeddings=longest if context is None else min(longest, context),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            router_jitter_noise=reader.get("router_jitter_noise", float, JITTER),
-            sliding_window=reader.get_optional("sliding_window", int),
-            attention_bias=reader.get("attention_bias", bool, False),
-            lm_head_bias=reader.get("lm_head_bias", bool, False),
         )
 
 

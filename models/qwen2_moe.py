@@ -65,14 +65,12 @@ class Qwen2MoeConfig(GatedSharedConfig):
             for layer in range(reader.get("num_hidden_layers", int))
         )
         window = reader.get_optional("sliding_window", int)
-        shared = "shared_expert_intermediate_size"
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
             attention_bias=reader.get("qkv_bias", bool, True),
             sliding_window=window if slides else None,
             layer_types=reader.get_strings("layer_types") or tuple(usual),
-            shared_expert_intermediate_size=reader.get(shared, int),
             **read_experts(reader),
         )
 

@@ -47,9 +47,9 @@ class Qwen3MoeConfig(DecoderConfig):
     num_experts: int
     num_experts_per_tok: int
     norm_topk_prob: bool
-    decoder_sparse_step: int
+    decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...]
-    attention_bias: bool
+    attention_bias: bool = False
     sliding_window: int | None
 
     def __post_init__(self) -> None:
@@ -71,7 +71,6 @@ class Qwen3MoeConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader),
-            attention_bias=reader.get("attention_bias", bool, False),
             sliding_window=window if slides else None,
             **read_experts(reader),
         )
@@ -85,14 +84,9 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 def read_experts(reader: ConfigReader) -> dict[str, Any]:
-    """Return the fields of the feed-forward parts, which Qwen2-MoE spells alike."""
+    """Return fields of the feed-forward parts, which Qwen2-MoE spells alike."""
     return {
-        "intermediate_size": reader.get("intermediate_size", int),
-        "moe_intermediate_size": reader.get("moe_intermediate_size", int),
         "num_experts": reader.get_renamed("num_experts", "num_local_experts", int),
-        "num_experts_per_tok": reader.get("num_experts_per_tok", int),
-        "norm_topk_prob": reader.get("norm_topk_prob", bool),
-        "decoder_sparse_step": reader.get("decoder_sparse_step", int, 1),
         "mlp_only_layers": reader.get_ints("mlp_only_layers"),
     }
 

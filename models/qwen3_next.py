@@ -54,7 +54,6 @@ class Qwen3NextConfig(GatedSharedConfig):
         reader = ConfigReader.of_family(config, "qwen3_next")
         reader.require("attention_bias", False)
         reader.require("use_sliding_window", False)
-        shared = "shared_expert_intermediate_size"
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
@@ -63,7 +62,6 @@ class Qwen3NextConfig(GatedSharedConfig):
             sliding_window=None,
             layer_types=read_layer_types(reader),
             linear_attention=read_delta_net(reader),
-            shared_expert_intermediate_size=reader.get(shared, int),
             **read_experts(reader),
         )
 
