@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import EVERYTHING, Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -27,12 +27,11 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated, gated_moe
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
     mlp_rules,
+    moe_rules,
     split_layers,
 )
 from neuron_moe.moe import MoE
@@ -281,25 +280,18 @@ def biased_routing_map(
 
 
 def sparse_rules(
-    layer: str, bias: str = "mlp.gate.e_score_correction_bias", *, has_shared: bool = True
+    layer: str, bias: str = "gate.e_score_correction_bias", *, has_shared: bool = True
 ) -> list[Rule]:
     """Return the rules of a layer with experts under DeepSeek-V3's names.
 
     Args:
         layer: its number, or `{layer}`.
-        bias: name of the bias that helps to choose, within the layer; "" for none.
+        bias: name of the bias that helps to choose, within the MLP; "" for none.
         has_shared: there are shared experts.
     """
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-    names = mlp + "experts", moe + "expert_mlps.mlp_op"
-    fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
-    ours = f"{moe}router.e_score_correction_bias"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *([Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True)] if bias else ()),
-        *(mlp_rules(mlp + "shared_experts", moe + "shared_experts") if has_shared else ()),
-        *either(separate=expert_rules(*names), fused=fused),
-    ]
+    shared = "shared_experts" if has_shared else ""
+    return moe_rules(mlp, moe, both_expert_rules(mlp, moe), bias=bias, shared=shared)
 
 
 def prediction_blocks(

@@ -8,25 +8,24 @@ Source: transformers, `models/ernie4_5_moe/modeling_ernie4_5_moe.py`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from neuron_moe.checkpoint import Rule, WeightMap, only_row, transpose
+from neuron_moe.checkpoint import Rule, WeightMap, only_row
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
     exact_in_either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    feed_forward_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
 from neuron_moe.moe import MoE
 from neuron_moe.spec import RouterFormula, check_top_k
@@ -131,28 +130,23 @@ class Model(DecoderModel):
 def weight_map(config: Ernie45MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     names = projection_names(has_bias=False)
+    shared = "" if config.shared_size is None else "shared_experts"
     rules = decoder_rules(names)
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    for layer in sparse:
-        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-        pair = mlp + "experts", moe + "expert_mlps.mlp_op"
-        bias, ours = "e_score_correction_bias", moe + "router.e_score_correction_bias"
-        rules += [
-            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *exact_in_either(
-                ours,
-                only_row,
-                separate=f"{mlp}moe_statics.{bias}",
-                fused=f"{mlp}gate.moe_statics.{bias}",
-            ),
-            *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
-        ]
-        if config.shared_size is not None:
-            rules += mlp_rules(mlp + "shared_experts", moe + "shared_experts")
+    of_sparse = partial(_sparse_rules, shared=shared)
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, of_sparse)
     ignored = _prediction_names(names)
     return decoder_map(config, rules, ignored, expert=config.moe_num_experts)
+
+
+def _sparse_rules(mlp: str, moe: str, shared: str) -> list[Rule]:
+    bias = "e_score_correction_bias"
+    biases = exact_in_either(
+        f"{moe}router.{bias}",
+        only_row,
+        separate=f"{mlp}moe_statics.{bias}",
+        fused=f"{mlp}gate.moe_statics.{bias}",
+    )
+    return moe_rules(mlp, moe, [*biases, *both_expert_rules(mlp, moe)], shared=shared)
 
 
 def _prediction_names(projections: list[str]) -> list[str]:

@@ -13,19 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import build_router, build_shared, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
 )
 from neuron_moe.moe import MoE
@@ -162,15 +160,13 @@ def weight_map(config: HunyuanMoEConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     attention = "layers.{layer}.self_attn."
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
-    pair = mlp + "experts", moe + "expert_mlps.mlp_op"
+    experts = both_expert_rules(mlp, moe)
     rules = [
         *decoder_rules(projection_names(has_bias=config.attention_bias)),
         *(
             Rule(f"model.{attention}{theirs}.weight", f"{attention}{ours}.weight")
             for theirs, ours in NAMES.items()
         ),
-        Rule(mlp + "gate.wg.weight", moe + "router.linear_router.weight"),
-        *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
-        *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+        *moe_rules(mlp, moe, experts, router="gate.wg.weight", shared="shared_mlp"),
     ]
     return decoder_map(config, rules, expert=config.num_experts)

@@ -32,7 +32,7 @@ from neuron_moe.models.weight_rules import (
     either,
     expert_rules,
     fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
 )
 from neuron_moe.spec import RouterSpec
@@ -173,20 +173,10 @@ def weight_map(config: LagunaConfig) -> WeightMap:
 
 def _sparse_rules(layer: str) -> list[Rule]:
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-    pair, shared = (mlp + "experts", moe + "expert_mlps.mlp_op"), moe + "shared_experts"
-    bias = "e_score_correction_bias"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *either(
-            separate=[
-                Rule(f"{mlp}experts.{bias}", f"{moe}router.{bias}", is_exact=True),
-                *mlp_rules(mlp + "shared_expert", shared),
-                *expert_rules(*pair),
-            ],
-            fused=[
-                Rule(f"{mlp}gate.{bias}", f"{moe}router.{bias}", is_exact=True),
-                *mlp_rules(mlp + "shared_experts", shared),
-                *fused_expert_rules(*pair, transpose),
-            ],
-        ),
-    ]
+    pair, bias = (mlp + "experts", moe + "expert_mlps.mlp_op"), "e_score_correction_bias"
+    published = {"bias": f"experts.{bias}", "shared": "shared_expert"}
+    modules = {"bias": f"gate.{bias}", "shared": "shared_experts"}
+    return either(
+        separate=moe_rules(mlp, moe, expert_rules(*pair), **published),
+        fused=moe_rules(mlp, moe, fused_expert_rules(*pair, transpose), **modules),
+    )

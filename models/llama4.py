@@ -37,10 +37,10 @@ from neuron_moe.models.weight_rules import (
     decoder_rules,
     either,
     expert_rules,
+    feed_forward_rules,
     fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
 from neuron_moe.moe import MoE
 from neuron_moe.spec import RouterFormula, check_top_k
@@ -193,24 +193,20 @@ def weight_map(config: Llama4Config) -> WeightMap:
     prefix = "" if config.num_vision_layers is None else "language_model."
     names, source = projection_names(has_bias=config.attention_bias), prefix + "model."
     rules = decoder_rules(names, source=source, head=prefix + "lm_head.weight")
-    sparse, dense = split_layers(config.moe_layers, config.num_hidden_layers)
-    for layer in sparse:
-        theirs, moe = f"{source}layers.{layer}.feed_forward.", f"layers.{layer}.moe."
-        experts = theirs + "experts", moe + "expert_mlps.mlp_op"
-        fused = fused_expert_rules(*experts, identity)
-        rules += [
-            Rule(theirs + "router.weight", moe + "router.linear_router.weight"),
-            *mlp_rules(theirs + "shared_expert", moe + "shared_experts"),
-            *either(fused=fused, separate=expert_rules(*experts)),
-        ]
-    for layer in dense:
-        rules += mlp_rules(f"{source}layers.{layer}.feed_forward", f"layers.{layer}.mlp")
+    layers = config.moe_layers, config.num_hidden_layers
+    rules += feed_forward_rules(*layers, _sparse_rules, source + "layers.{layer}.feed_forward")
     sizes = {"expert": config.num_local_experts}
     ignored = []
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored = _vision_names()
     return decoder_map(config, rules, ignored, **sizes)
+
+
+def _sparse_rules(theirs: str, moe: str) -> list[Rule]:
+    pair = theirs + "experts", moe + "expert_mlps.mlp_op"
+    experts = either(fused=fused_expert_rules(*pair, identity), separate=expert_rules(*pair))
+    return moe_rules(theirs, moe, experts, router="router.weight", shared="shared_expert")
 
 
 def _vision_names() -> list[str]:

@@ -30,6 +30,7 @@ from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
     expert_rules,
+    moe_rules,
     projection_names,
     split_layers,
     with_modules,
@@ -215,13 +216,11 @@ def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
 
 def _sparse_rules(theirs: str, moe: str) -> list[Rule]:
     """Return the rules of the experts of a layer."""
-    bias = "e_score_correction_bias"
-    return [
-        Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
-        Rule(theirs + bias, f"{moe}router.{bias}", is_exact=True),
+    experts = [
         *_mlp_rules(theirs + "shared_experts", moe + "shared_experts"),
         *expert_rules(theirs + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
+    return moe_rules(theirs, moe, experts, bias="e_score_correction_bias")
 
 
 def _vision_names() -> list[str]:

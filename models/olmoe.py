@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import ConfigT, DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
+    moe_rules,
     projection_names,
 )
 from neuron_moe.moe import MoE
@@ -125,9 +124,7 @@ def part_rules(config: OlmoeConfig) -> list[Rule]:
     """Return the rules of attention and experts."""
     names = projection_names(has_bias=config.attention_bias, has_norms=True)
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
-    pair = mlp + "experts", moe + "expert_mlps.mlp_op"
     return [
         *(Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names),
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+        *moe_rules(mlp, moe, both_expert_rules(mlp, moe)),
     ]

@@ -22,9 +22,8 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
-    mlp_rules,
+    feed_forward_rules,
     shared_sparse_rules,
-    split_layers,
 )
 from neuron_moe.moe import MoE
 
@@ -124,9 +123,5 @@ def gated_shared_map(
     config: GatedSharedConfig, rules: list[Rule], ignored: Sequence[str] = ()
 ) -> WeightMap:
     """Map the feed-forward parts to ours, experts one by one or fused, beside what `rules` map."""
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in sparse:
-        rules += shared_sparse_rules(f"model.layers.{layer}.mlp.", f"layers.{layer}.moe.")
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, shared_sparse_rules)
     return decoder_map(config, rules, ignored, expert=config.num_experts)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -24,14 +24,12 @@ from neuron_moe.models.layers import GatedMLP, build_router, gated_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    feed_forward_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
@@ -130,15 +128,9 @@ def softmax_router(config: Qwen3MoeConfig) -> Router:
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     rules = decoder_rules(projection_names(has_bias=config.attention_bias, has_norms=True))
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in sparse:
-        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-        names = mlp + "experts", moe + "expert_mlps.mlp_op"
-        fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
-        rules += [
-            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *either(separate=expert_rules(*names), fused=fused),
-        ]
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, _sparse_rules)
     return decoder_map(config, rules, expert=config.num_experts)
+
+
+def _sparse_rules(mlp: str, moe: str) -> list[Rule]:
+    return moe_rules(mlp, moe, both_expert_rules(mlp, moe))
