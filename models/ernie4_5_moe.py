@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import Rule, WeightMap, only_row
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe
+from neuron_moe.models.layers import biased_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     both_expert_rules,
@@ -27,8 +25,6 @@ from neuron_moe.models.weight_rules import (
     moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 500000.0  # where config.json does not say
 # Of training, and of a block that predicts a further token.
@@ -51,9 +47,17 @@ class Ernie45MoeConfig(DecoderConfig):
     shared_size: int | None
     sparse_layers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        check_top_k(self.moe_k, self.moe_num_experts)
+    @property
+    def experts(self) -> Experts:
+        """Experts of the sparse layers, whose choice is biased, and perhaps shared ones."""
+        fields = {"top_k": self.moe_k, "act_fn": "softmax"}
+        return Experts(
+            biased_spec(self.moe_num_experts, self.hidden_size, **fields),
+            self.moe_intermediate_size,
+            shared_size=self.shared_size,
+            layers=self.sparse_layers,
+            dense_size=self.intermediate_size,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Ernie45MoeConfig":
@@ -99,32 +103,6 @@ class Model(DecoderModel):
     """ERNIE 4.5 for generation."""
 
     config: Ernie45MoeConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return plain grouped-query attention."""
-        return GroupedAttention(self.config, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 softmax router whose choice is biased, or an MLP."""
-        config = self.config
-        if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-        router = build_router(
-            config.moe_num_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.moe_k, has_selection_bias=True, renormalize=True),
-        )
-        shared = None
-        if config.shared_size is not None:
-            shared = build_shared(config.hidden_size, config.shared_size, dtype, config.hidden_act)
-        return gated_moe(
-            router,
-            config.moe_intermediate_size,
-            dtype,
-            backend,
-            shared,
-            hidden_act=config.hidden_act,
-        )
 
 
 def weight_map(config: Ernie45MoeConfig) -> WeightMap:

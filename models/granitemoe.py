@@ -18,17 +18,16 @@ from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import (
     DecoderConfig,
     DecoderModel,
+    Experts,
     GroupedAttention,
     check_layer_types,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, build_shared, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes, mamba_rules
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, either, projection_names
 from neuron_moe.models.wrapped import Scale, WrappedLayer, wrapped_rules
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("granitemoeshared", "granitemoehybrid")
 ROPE_THETA = 10000.0  # where config.json does not say
@@ -66,10 +65,20 @@ class GraniteMoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_local_experts)
         check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
         if not self.logits_scaling:
             raise ValueError("logits_scaling=0: logits are divided by it. Correct config.json.")
+
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by their logits, and perhaps a shared one."""
+        fields = {"top_k": self.num_experts_per_tok, "act_over_topk": True}
+        return Experts(
+            router_spec(self.num_local_experts, self.hidden_size, **fields),
+            self.intermediate_size,
+            shared_size=self.shared_intermediate_size,
+            is_fused=True,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "GraniteMoeConfig":
@@ -158,7 +167,8 @@ class Model(DecoderModel):
             name: Scale(config.residual_multiplier)
             for name in ("after_attention", "after_feed_forward")
         }
-        attention, experts = self.build_attention(layer, dtype), self._build_experts(dtype, backend)
+        attention = self.build_attention(layer, dtype)
+        experts = self.build_feed_forward(layer, dtype, backend)
         return WrappedLayer(attention, experts, **norms, **scales)
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
@@ -175,16 +185,6 @@ class Model(DecoderModel):
         if config.attention_multiplier is not None:
             attention.scale = config.attention_multiplier
         return attention
-
-    def _build_experts(self, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 router and perhaps a shared expert."""
-        config, act, shared = self.config, self.config.hidden_act, None
-        formula = RouterFormula(top_k=config.num_experts_per_tok, act_over_topk=True)
-        router = build_router(config.num_local_experts, config.hidden_size, formula)
-        if config.shared_intermediate_size is not None:
-            sizes = config.hidden_size, config.shared_intermediate_size
-            shared = build_shared(*sizes, dtype, act, is_fused=True)
-        return gated_moe(router, config.intermediate_size, dtype, backend, shared, hidden_act=act)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the first hidden states `[.., H]` of token ids `[..]`."""

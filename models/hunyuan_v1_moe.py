@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, build_shared, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -26,8 +26,6 @@ from neuron_moe.models.weight_rules import (
     moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 10000.0  # where config.json does not say
 BY_LAYER = ("moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert")
@@ -57,9 +55,12 @@ class HunyuanMoEConfig(DecoderConfig):
     moe_topk: int
     attention_bias: bool = False
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        check_top_k(self.moe_topk, self.num_experts)
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax, and a shared one."""
+        count, size = self.num_experts, self.intermediate_size
+        router = router_spec(count, self.hidden_size, top_k=self.moe_topk, renormalize=True)
+        return Experts(router, size, shared_size=size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HunyuanMoEConfig":
@@ -145,15 +146,6 @@ class Model(DecoderModel):
         """Return attention with norms on rotated heads."""
         bias = PROJECTIONS if self.config.attention_bias else ()
         return Attention(self.config, dtype, bias=bias, norms="by head")
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router and a shared expert."""
-        config, act = self.config, self.config.hidden_act
-        size, width = config.hidden_size, config.intermediate_size
-        formula = RouterFormula(top_k=config.moe_topk, renormalize=True)
-        router = build_router(config.num_experts, size, formula)
-        shared = build_shared(size, width, dtype, act)
-        return gated_moe(router, width, dtype, backend, shared, hidden_act=act)
 
 
 def weight_map(config: HunyuanMoEConfig) -> WeightMap:

@@ -21,15 +21,13 @@ from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
     DecoderModel,
+    Experts,
     GroupedAttention,
     Tokens,
     check_layer_types,
 )
-from neuron_moe.models.hf_config import (
-    ConfigReader,
-    read_text_section,
-)
-from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe, unit_rms
+from neuron_moe.models.hf_config import ConfigReader, read_text_section
+from neuron_moe.models.layers import router_spec, unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -42,8 +40,6 @@ from neuron_moe.models.weight_rules import (
     moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("llama4_text",)
 IMAGE_TOKENS = ("boi_token_index", "eoi_token_index", "image_token_index")
@@ -79,7 +75,6 @@ class Llama4Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_local_experts)
         if len(self.no_rope_layers) < self.num_hidden_layers:
             raise ValueError(
                 f"no_rope_layers={list(self.no_rope_layers)}: must have one entry for each of"
@@ -91,6 +86,19 @@ class Llama4Config(DecoderConfig):
                 f"moe_layers={list(self.moe_layers)}: must be layers below num_hidden_layers="
                 f"{self.num_hidden_layers}, at least one. Leave the key out for the usual ones."
             )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of some layers, whose input is scaled, and a shared one."""
+        count, top_k = self.num_local_experts, self.num_experts_per_tok
+        return Experts(
+            router_spec(count, self.hidden_size, top_k=top_k, act_fn="sigmoid"),
+            self.intermediate_size,
+            scales_input=True,
+            shared_size=self.intermediate_size,
+            layers=self.moe_layers,
+            dense_size=self.intermediate_size_mlp,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Llama4Config":
@@ -161,31 +169,6 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
         """Return the attention of a layer."""
         return Attention(self.config, layer, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 sigmoid router and a shared expert, or an MLP."""
-        config = self.config
-        if layer not in config.moe_layers:
-            return GatedMLP(
-                config.hidden_size, config.intermediate_size_mlp, dtype, config.hidden_act
-            )
-        router = build_router(
-            config.num_local_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.num_experts_per_tok, act_fn="sigmoid"),
-        )
-        shared = build_shared(
-            config.hidden_size, config.intermediate_size, dtype, config.hidden_act
-        )
-        return gated_moe(
-            router,
-            config.intermediate_size,
-            dtype,
-            backend,
-            shared,
-            scales_input=True,
-            hidden_act=config.hidden_act,
-        )
 
 
 def weight_map(config: Llama4Config) -> WeightMap:

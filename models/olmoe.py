@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.decoder import ConfigT, DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import (
+    ConfigT,
+    DecoderConfig,
+    DecoderModel,
+    Experts,
+    GroupedAttention,
+)
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -26,8 +32,6 @@ from neuron_moe.models.weight_rules import (
     moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 10000.0  # where config.json does not say
 
@@ -49,9 +53,17 @@ class OlmoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_experts)
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise ValueError(f"clip_qkv={self.clip_qkv}: must be positive. Correct config.json.")
+
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax."""
+        top_k, renormalize = self.num_experts_per_tok, self.norm_topk_prob
+        router = router_spec(
+            self.num_experts, self.hidden_size, top_k=top_k, renormalize=renormalize
+        )
+        return Experts(router, self.intermediate_size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "OlmoeConfig":
@@ -101,17 +113,6 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
         """Return attention whose queries and keys are normalised."""
         return Attention(self.config, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router."""
-        config = self.config
-        router = build_router(
-            config.num_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob),
-        )
-        size, act = config.intermediate_size, config.hidden_act
-        return gated_moe(router, size, dtype, backend, hidden_act=act)
 
 
 def weight_map(config: OlmoeConfig) -> WeightMap:

@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
+from neuron_moe.models.decoder import DecoderModel, Experts, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
-from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts, softmax_router
+from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -25,7 +22,6 @@ from neuron_moe.models.weight_rules import (
     feed_forward_rules,
     shared_sparse_rules,
 )
-from neuron_moe.moe import MoE
 
 ROPE_THETA = 10000.0  # where config.json does not say
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -38,6 +34,12 @@ class GatedSharedConfig(Qwen3MoeConfig):
 
     shared_expert_intermediate_size: int
     layer_types: tuple[str, ...]
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of the sparse layers, and a gated shared one."""
+        routed = Qwen3MoeConfig.experts.__get__(self)
+        return routed._replace(shared_size=self.shared_expert_intermediate_size, is_gated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,11 @@ class Qwen2MoeConfig(GatedSharedConfig):
                 "layer_types: sliding_attention needs use_sliding_window and a sliding_window."
                 " Correct config.json."
             )
+
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees in a layer."""
+        slides = self.layer_types[layer] == LAYER_TYPES[0]
+        return Reach(window=self.sliding_window if slides else None)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen2MoeConfig":
@@ -81,34 +88,7 @@ class Model(DecoderModel):
     """Qwen2-MoE for generation."""
 
     config: Qwen2MoeConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with biases."""
-        config = self.config
-        slides = config.layer_types[layer] == "sliding_attention"
-        return GroupedAttention(
-            config,
-            dtype,
-            reach=Reach(window=config.sliding_window if slides else None),
-            bias=BIASED if config.attention_bias else (),
-        )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a gated shared expert, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
-
-
-def build_feed_forward(
-    config: GatedSharedConfig, layer: int, dtype: torch.dtype, backend: str
-) -> MoE | GatedMLP:
-    """Return a MoE with a float32 softmax router and a gated shared expert, or an MLP."""
-    act = config.hidden_act
-    if layer not in config.sparse_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
-    width = config.shared_expert_intermediate_size
-    shared = build_shared(config.hidden_size, width, dtype, act, is_gated=True)
-    size = config.moe_intermediate_size
-    return gated_moe(softmax_router(config), size, dtype, backend, shared, hidden_act=act)
+    biased = BIASED
 
 
 def weight_map(config: Qwen2MoeConfig) -> WeightMap:

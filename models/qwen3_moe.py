@@ -10,20 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import (
-    DecoderConfig,
-    DecoderModel,
-    GroupedAttention,
-)
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_router, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     both_expert_rules,
     decoder_map,
     decoder_rules,
@@ -31,9 +23,6 @@ from neuron_moe.models.weight_rules import (
     moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.router import Router
-from neuron_moe.spec import RouterFormula, check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +41,6 @@ class Qwen3MoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_experts)
         if not self.sparse_layers:
             raise ValueError(
                 f"decoder_sparse_step={self.decoder_sparse_step}, mlp_only_layers="
@@ -71,6 +59,17 @@ class Qwen3MoeConfig(DecoderConfig):
             rope=RopeConfig.from_hf(reader),
             sliding_window=window if slides else None,
             **read_experts(reader),
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of the sparse layers, chosen by a softmax."""
+        top_k, renormalize = self.num_experts_per_tok, self.norm_topk_prob
+        return Experts(
+            router_spec(self.num_experts, self.hidden_size, top_k=top_k, renormalize=renormalize),
+            self.moe_intermediate_size,
+            layers=self.sparse_layers,
+            dense_size=self.intermediate_size,
         )
 
     @property
@@ -96,33 +95,7 @@ class Model(DecoderModel):
     """Qwen3-MoE for generation."""
 
     config: Qwen3MoeConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with norms on heads."""
-        return GroupedAttention(
-            self.config,
-            dtype,
-            reach=Reach(window=self.config.sliding_window),
-            bias=PROJECTIONS if self.config.attention_bias else (),
-            norms="by head",
-        )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 softmax router, or an MLP where the layer is dense."""
-        config = self.config
-        if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-        size = config.moe_intermediate_size
-        return gated_moe(softmax_router(config), size, dtype, backend, hidden_act=config.hidden_act)
-
-
-def softmax_router(config: Qwen3MoeConfig) -> Router:
-    """Return the router of a sparse layer, in float32."""
-    return build_router(
-        config.num_experts,
-        config.hidden_size,
-        RouterFormula(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob),
-    )
+    norms = "by head"
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:

@@ -15,7 +15,7 @@ from neuron_moe.checkpoint import (
     identity,
     transpose,
 )
-from neuron_moe.models.decoder import DecoderConfig
+from neuron_moe.models.decoder import PROJECTIONS, DecoderConfig
 
 _HEAD = "lm_head.weight"
 # What transformers' modules call a layer's parts, by ours, the longest first.
@@ -25,7 +25,6 @@ _MODULES = {
     "moe.expert_mlps.mlp_op.": "mlp.experts.",
     "moe.": "mlp.",
 }
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
