@@ -11,6 +11,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.arithmetic import apply_two, apply_with
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import LEAKY_SLOPE, ExpertFormula
@@ -226,14 +227,7 @@ def finish_gate(
     """
     if formula.activation == "leaky_relu":
         # max(slope x, x): the slope is below 1.
-        nisa.scalar_tensor_tensor(
-            dst=dst_sb,
-            data=activated_sb,
-            op0=nl.multiply,
-            operand0=LEAKY_SLOPE,
-            op1=nl.maximum,
-            operand1=activated_sb,
-        )
+        apply_with(dst_sb, activated_sb, nl.multiply, LEAKY_SLOPE, nl.maximum, activated_sb)
     elif not formula.gates_itself:
         nisa.tensor_tensor(dst=dst_sb, data1=activated_sb, data2=activated_sb, op=nl.multiply)
     elif formula.gate_softcap == 0.0:
@@ -286,14 +280,7 @@ def apply_chain(
     source = data
     for k in range(0, len(operators), 2):
         if k + 1 < len(operators):
-            nisa.tensor_scalar(
-                dst=dst_sb,
-                data=source,
-                op0=operators[k],
-                operand0=operands[k],
-                op1=operators[k + 1],
-                operand1=operands[k + 1],
-            )
+            apply_two(dst_sb, source, operators[k], operands[k], operators[k + 1], operands[k + 1])
         else:
             nisa.tensor_scalar(dst=dst_sb, data=source, op0=operators[k], operand0=operands[k])
         source = dst_sb
@@ -314,14 +301,7 @@ def multiply_chain(
         nisa.tensor_tensor(dst=dst_sb, data1=data, data2=other_sb, op=nl.multiply)
         return
     source = apply_chain(scratch_sb, data, operators[0:last], operands[0:last])
-    nisa.scalar_tensor_tensor(
-        dst=dst_sb,
-        data=source,
-        op0=operators[last],
-        operand0=operands[last],
-        op1=nl.multiply,
-        operand1=other_sb,
-    )
+    apply_with(dst_sb, source, operators[last], operands[last], nl.multiply, other_sb)
 
 
 def multiply_banks(

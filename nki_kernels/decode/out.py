@@ -12,6 +12,7 @@ Where an expert's part of y stays there until its last chunk, a group is one chu
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import elements_of, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
@@ -309,11 +310,4 @@ def _add_part(
 
 def _add_scaled(total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, scale_sb: nl.NkiTensor) -> None:
     """Add a tile of y^T times the scales of its channels to the sums."""
-    nisa.scalar_tensor_tensor(
-        dst=total_sb,
-        data=part_ps,
-        op0=nl.multiply,
-        operand0=scale_sb,
-        op1=nl.add,
-        operand1=total_sb,
-    )
+    apply_with(total_sb, part_ps, nl.multiply, scale_sb, nl.add, total_sb)

@@ -18,6 +18,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.formula import early_offset
 from nki_kernels.common.mx import QUADRANT
@@ -424,14 +425,8 @@ def _scale_input(
     rows, T = dst_sb.shape
     column_sb = b.input_scale[ring][0:rows, 0:T]
     if config.weights.has_scales:
-        nisa.scalar_tensor_tensor(
-            dst=dst_sb,
-            data=projected_ps,
-            op0=nl.multiply,
-            operand0=b.gate_up_scale[buffer][0:rows, half, tile : tile + 1],
-            op1=nl.multiply,
-            operand1=column_sb,
-        )
+        scale = b.gate_up_scale[buffer][0:rows, half, tile : tile + 1]
+        apply_with(dst_sb, projected_ps, nl.multiply, scale, nl.multiply, column_sb)
     else:
         nisa.tensor_tensor(dst=dst_sb, data1=projected_ps, data2=column_sb, op=nl.multiply)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_two, apply_with, count_up, divide_down
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.integers import count_up, divide_down
 from nki_kernels.common.token_tiles import TokenTiles
 from nki_kernels.index.token_search import Meanwhile, go_on
 
@@ -174,14 +174,7 @@ def _add_values(
         marked = []
         for value in values:
             marked_sb = nl.ndarray(line_sb.shape, dtype, buffer=nl.sbuf)
-            nisa.tensor_scalar(
-                dst=marked_sb,
-                data=line_sb,
-                op0=nl.equal,
-                operand0=places[0],
-                op1=nl.multiply,
-                operand1=value,
-            )
+            apply_two(marked_sb, line_sb, nl.equal, places[0], nl.multiply, value)
             marked.append(marked_sb)
     for term in range(len(values)):
         _add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
@@ -234,14 +227,7 @@ def _split_slots(slot_sb: nl.ndarray, row_size: int, start: int) -> tuple[nl.nda
     divide_down(whole_sb, slot_sb, row_size)
     nisa.tensor_copy(dst=row_sb, src=whole_sb)
     column_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=column_sb,
-        data=row_sb,
-        op0=nl.multiply,
-        operand0=-float(row_size),
-        op1=nl.add,
-        operand1=slot_sb,
-    )
+    apply_with(column_sb, row_sb, nl.multiply, -float(row_size), nl.add, slot_sb)
     here_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
     return row_sb, here_sb

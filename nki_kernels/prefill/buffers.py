@@ -15,6 +15,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.arithmetic import apply_two, apply_with
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
@@ -445,14 +446,7 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
     slot_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=slot_sb,
-        data=rows_sb,
-        op0=nl.multiply,
-        operand0=float(R),
-        op1=nl.add,
-        operand1=number_sb,
-    )
+    apply_two(slot_sb, rows_sb, nl.multiply, float(R), nl.add, number_sb)
     nisa.tensor_tensor(dst=slot_sb, data1=slot_sb, data2=live_sb, op=nl.multiply)
     nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
 
@@ -477,14 +471,7 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     pieces_sb = b.piece_table[0].reshape((1, entries, count))
     for piece in range(count):
         first = piece * rows
-        nisa.tensor_scalar(
-            dst=number_sb,
-            data=tiles_sb,
-            op0=nl.multiply,
-            operand0=float(count),
-            op1=nl.add,
-            operand1=float(piece),
-        )
+        apply_two(number_sb, tiles_sb, nl.multiply, float(count), nl.add, float(piece))
         for begin in range(0, entries, BANK_FLOATS):
             end = min(entries, begin + BANK_FLOATS)
             sum_ps = b.outer_ps[piece % len(b.outer_ps)][0:1, 0 : end - begin]
@@ -495,14 +482,8 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
                 moving=live_sb[first : first + rows, begin:end],
                 accumulate=False,
             )
-            nisa.scalar_tensor_tensor(
-                dst=pieces_sb[0:1, begin:end, piece],
-                data=sum_ps,
-                op0=nl.add,
-                operand0=float(none),
-                op1=nl.maximum,
-                operand1=number_sb[0:1, begin:end],
-            )
+            found_sb, numbers = pieces_sb[0:1, begin:end, piece], number_sb[0:1, begin:end]
+            apply_with(found_sb, sum_ps, nl.add, float(none), nl.maximum, numbers)
 
 
 def _find_ends(config: PrefillConfig, b: Buffers) -> None:
@@ -557,14 +538,7 @@ def fetch_iteration(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: in
             op=nl.equal,
             engine=nisa.engine.vector,
         )
-        nisa.scalar_tensor_tensor(
-            dst=later_sb,
-            data=same_sb,
-            op0=nl.multiply,
-            operand0=float(config.E),
-            op1=nl.add,
-            operand1=later_sb,
-        )
+        apply_with(later_sb, same_sb, nl.multiply, float(config.E), nl.add, later_sb)
 
 
 def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.chip import BANK_FLOATS
 from nki_kernels.common.formula import early_offset, num_projections
 from nki_kernels.common.tiles import (
@@ -334,14 +335,8 @@ def _evict_rows(
         # no PSUM.
         row_sb = b.down_scale[s % config.loop.weight_buffers][0:R, columns]
         if config.scaling == "post":
-            nisa.scalar_tensor_tensor(
-                dst=outer_sb,
-                data=rows_ps,
-                op0=nl.multiply,
-                operand0=b.out_scale[s][0:R, j : j + 1],
-                op1=nl.multiply,
-                operand1=row_sb,
-            )
+            scale = b.out_scale[s][0:R, j : j + 1]
+            apply_with(outer_sb, rows_ps, nl.multiply, scale, nl.multiply, row_sb)
         else:
             nisa.tensor_tensor(dst=outer_sb, data1=rows_ps, data2=row_sb, op=nl.multiply)
     elif config.scaling == "post":

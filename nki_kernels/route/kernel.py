@@ -52,6 +52,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS, SBUF_BYTES
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.router_choice import (
@@ -557,14 +558,7 @@ def _apply_norm(
     normed: nl.ndarray, hidden: nl.ndarray, scale_sb: nl.ndarray, weight: nl.ndarray
 ) -> None:
     """Write hidden * scale * weight, views [rows, columns]."""
-    nisa.scalar_tensor_tensor(
-        dst=normed,
-        data=hidden,
-        op0=nl.multiply,
-        operand0=scale_sb,
-        op1=nl.multiply,
-        operand1=weight[0 : hidden.shape[0], :],
-    )
+    apply_with(normed, hidden, nl.multiply, scale_sb, nl.multiply, weight[0 : hidden.shape[0], :])
 
 
 def _multiply(
