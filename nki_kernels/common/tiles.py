@@ -13,7 +13,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.arithmetic import apply_two, apply_with
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.formula import LEAKY_SLOPE, ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
@@ -318,6 +318,22 @@ def multiply_banks(
             moving=moving[:, bank],
             accumulate=accumulate,
         )
+
+
+def swap_with_other(src_sb: nl.NkiTensor, dst_sb: nl.NkiTensor, core: int, size: int) -> None:
+    """Send a tile to the other core of two, which sends its own, of so many bytes a partition.
+
+    A few bytes go through GpSimd, in less time than a DMA takes to start.
+    """
+    is_short = size <= GPSIMD_BYTES
+    nisa.sendrecv(
+        src=src_sb,
+        dst=dst_sb,
+        send_to_rank=1 - core,
+        recv_from_rank=1 - core,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if is_short else nisa.dma_engine.dma,
+    )
 
 
 def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:

@@ -8,10 +8,10 @@ other halves of their partial sums. Sums that are rows have an epilogue of their
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.rank_sums import sum_on_chip
-from nki_kernels.common.tiles import copy_alternating, transpose_rows
+from nki_kernels.common.tiles import copy_alternating, swap_with_other, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
@@ -153,19 +153,10 @@ def _exchange(
     """
     rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
     low, high = piece
-    other = 1 - core
-    first, theirs = core * (T - size), other * (T - size)
+    first, theirs = core * (T - size), (1 - core) * (T - size)
     received_sb = apart_sb[0:rows, low:high, 0:size]
-    # A few bytes go through GpSimd, in less time than a DMA takes to start.
-    by_gpsimd = count * size * 4 <= GPSIMD_BYTES
-    nisa.sendrecv(
-        src=sums.total_sb[0:rows, low:high, theirs : theirs + size],
-        dst=received_sb,
-        send_to_rank=other,
-        recv_from_rank=other,
-        pipe_id=0,
-        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
-    )
+    sent_sb = sums.total_sb[0:rows, low:high, theirs : theirs + size]
+    swap_with_other(sent_sb, received_sb, core, count * size * 4)
     return sums.total_sb[0:rows, low:high, first : first + size], received_sb
 
 

@@ -19,7 +19,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.arithmetic import apply_with
-from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import early_offset
 from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import (
@@ -36,6 +36,7 @@ from nki_kernels.common.tiles import (
     load_rows,
     needs_product,
     rows_of,
+    swap_with_other,
 )
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import (
@@ -318,16 +319,7 @@ def project_half(
     # Only what the other core activates leaves; own tiles stay in PSUM until its part is here.
     for k in range(config.i_axis.count - (end - begin)):
         copy_alternating(sent_sb[0:rows, k], b.banks.inner_ps[theirs + k][0:rows, 0 : 2 * T], k)
-    # A few bytes go through GpSimd, in less time than a DMA takes to start.
-    by_gpsimd = sent_sb.shape[1] * 2 * T * 4 <= GPSIMD_BYTES
-    nisa.sendrecv(
-        src=sent_sb,
-        dst=received_sb,
-        send_to_rank=1 - core,
-        recv_from_rank=1 - core,
-        pipe_id=0,
-        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
-    )
+    swap_with_other(sent_sb, received_sb, core, sent_sb.shape[1] * 2 * T * 4)
     for tile in range(begin, end):
         sum_sb = received_sb[0:rows, tile - begin]
         own_ps = b.banks.inner_ps[tile][0:rows, 0 : 2 * T]

@@ -12,7 +12,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.arithmetic import apply_two, apply_with, count_up, divide_down
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.tiles import multiply_banks
 from nki_kernels.common.token_tiles import TokenTiles
 from nki_kernels.index.token_search import Meanwhile, go_on
 
@@ -177,7 +178,7 @@ def _add_values(
             apply_two(marked_sb, line_sb, nl.equal, places[0], nl.multiply, value)
             marked.append(marked_sb)
     for term in range(len(values)):
-        _add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
+        multiply_banks(inverse_ps, marked[term], moving, accumulate or term > 0)
 
 
 def _mark_on_others(
@@ -203,21 +204,6 @@ def _mark_on_others(
             nisa.activation(dst=marked_sb, op=nl.copy, data=equal_sb, scale=values[term])
         marked.append(marked_sb)
     return marked
-
-
-def _add_pairs(
-    inverse_ps: nl.ndarray, stationary: nl.ndarray, moving: nl.ndarray, accumulate: bool
-) -> None:
-    """Add the values of 128 pairs to their places."""
-    width = moving.shape[1]
-    for bank in range(0, width, BANK_FLOATS):
-        banked = slice(bank, min(bank + BANK_FLOATS, width))
-        nisa.nc_matmul(
-            dst=inverse_ps[:, banked],
-            stationary=stationary,
-            moving=moving[:, banked],
-            accumulate=accumulate,
-        )
 
 
 def _split_slots(slot_sb: nl.ndarray, row_size: int, start: int) -> tuple[nl.ndarray, nl.ndarray]:

@@ -371,11 +371,8 @@ def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, st
     """Load scales of some entries."""
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     scales_sb = b.scale_table[0].reshape((R, entries))[0:R, first:stop]
-    values, may_miss = (
-        lists.slot_scale.reshape((config.num_tiles, R)),
-        config.loop.missing == "skip",
-    )
-    offset = lists.lane * entries + first
+    values = lists.slot_scale.reshape((config.num_tiles, R))
+    offset, may_miss = lists.lane * entries + first, config.loop.missing == "skip"
     load_table(scales_sb, values, lists.work_row_tiles, offset, 0.0, b.outer_ps[1], may_miss)
 
 
@@ -545,17 +542,14 @@ def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch the expert of the work tile two ahead, once the gate and up weights of this one are
     there; before `look_ahead`.
     """
-    num_work_tiles = b.expert_table.shape[1]
-    _fetch(b.expert[s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.ahead)
+    _fetch(b.expert[s], b.expert_table, b.ahead)
 
 
 def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch token ids of the work tile two ahead, and step the counter."""
-    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
-    wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
-    _fetch(b.ids[s], b.id_table, wide, b.ahead)
+    _fetch(b.ids[s], b.id_table, b.ahead)
     if config.scaling == "pre":
-        _fetch(b.scale[s], b.scale_table[0], wide, b.ahead)
+        _fetch(b.scale[s], b.scale_table[0], b.ahead)
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
 
 
@@ -563,34 +557,31 @@ def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch the token ids of the first tile of the work tile two ahead, before `look_ahead`
     does.
     """
-    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
-    first = [[num_work_tiles * largest, config.tile_rows], [1, 1]]
-    _fetch(b.first_ids[s], b.id_table, first, b.ahead)
+    _fetch(b.first_ids[s], b.id_table, b.ahead)
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch the row tiles that this work tile writes, and step the counter."""
-    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
-    wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
-    single = [[num_work_tiles * largest, 1], [1, largest]]
     if stores_pieces(config):
-        places = b.out_tile[s].shape[1]
-        pieces = [[num_work_tiles * places, 1], [1, places]]
-        _fetch(b.out_tile[s], b.piece_table[0], pieces, b.counter)
+        _fetch(b.out_tile[s], b.piece_table[0], b.counter)
     elif config.stores == "tiles":
-        _fetch(b.out_tile[s], b.tile_table, single, b.counter)
+        _fetch(b.out_tile[s], b.tile_table, b.counter)
     else:
-        _fetch(b.out_row[s], b.row_table[0], wide, b.counter)
+        _fetch(b.out_row[s], b.row_table[0], b.counter)
     if config.scaling == "post":
-        _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
+        _fetch(b.out_scale[s], b.scale_table[0], b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
     # The down weights of the next work tile are prefetched while its other parts are still in use.
-    _fetch(b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
+    _fetch(b.expert_out[1 - s], b.expert_table, b.counter)
 
 
-def _fetch(
-    dst_sb: nl.NkiTensor, table_sb: nl.NkiTensor, pattern: list[list[int]], index: nl.NkiTensor
-) -> None:
-    """Copy one entry of a table, whose number is in SBUF; GpSimd has the time for it."""
+def _fetch(dst_sb: nl.NkiTensor, table_sb: nl.NkiTensor, index: nl.NkiTensor) -> None:
+    """Copy the first columns of one entry of a table [rows, V, columns] or [rows, V], whose number
+    is in SBUF; GpSimd has the time for it.
+    """
+    rows, apart = table_sb.shape[0], 1
+    for extent in table_sb.shape[1 : len(table_sb.shape)]:
+        apart *= extent
+    pattern = [[apart, rows], [1, dst_sb.shape[1]]]
     entry = table_sb.ap(pattern, scalar_offset=index, indirect_dim=1)
     nisa.tensor_copy(dst=dst_sb, src=entry, engine=nisa.engine.gpsimd)
