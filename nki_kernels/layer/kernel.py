@@ -220,11 +220,11 @@ def prefill_layer(
         make_output(config.experts, slot_rows(config)),
     )
     id_table = _index_tokens(chosen_by, listed, x, config)
-    b = make_buffers(config.experts, [id_table])
+    b = make_buffers(config.experts, x, [id_table])
     # Where inputs are scaled the cores meet behind the first rows, before they read scales.
     if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(listed.shared_tokens, _BOTH)
-    slots_PSH = compute_work_tiles(config.experts, b, x, _lists_of(listed, config))
+    slots_PSH = compute_work_tiles(b, _lists_of(listed, config))
     # A token's slots may be the other core's work.
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
