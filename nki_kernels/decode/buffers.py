@@ -102,6 +102,9 @@ class DecodeBuffers(NKIObject):
     """What computing experts takes; sizes are those of `expert_table`.
 
     Attributes:
+        config: what the kernel is compiled for.
+        x: the experts in HBM.
+        core: number of this core.
         sums: y.
         banks: parts of PSUM.
         gate_up, down, gate_up_bias, gate_up_scale, down_bias, down_scale: per weight buffer.
@@ -117,6 +120,9 @@ class DecodeBuffers(NKIObject):
         mx: quantised activations.
     """
 
+    config: DecodeConfig
+    x: DecodeOperands
+    core: int
     sums: SumBuffers
     banks: ExpertBanks
     gate_up: list[nl.NkiTensor]
@@ -197,7 +203,7 @@ def _from_end(bank_ps: nl.NkiTensor, size: int, position: int) -> list[nl.NkiTen
     return made
 
 
-def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
+def make_buffers(config: DecodeConfig, x: DecodeOperands, sums: SumBuffers) -> DecodeBuffers:
     """Allocate what computing experts takes, with PSUM out of `sums`."""
     table = expert_table(config)
     banks = _share_banks(config, sums)
@@ -212,6 +218,9 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         for up_sb in up:
             nisa.memset(dst=up_sb, value=1.0, engine=nisa.engine.gpsimd)
     return DecodeBuffers(
+        config=config,
+        x=x,
+        core=nl.program_id(0),
         sums=sums,
         banks=banks,
         gate_up=gate_up,
