@@ -123,48 +123,24 @@ def _activated(
     I: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
 ):
     """Return the activation of some columns of a pair's first product, the sum of its PARTS."""
-    WIDTH: tl.constexpr = 2 * I if HAS_GATE else I
+    WIDTH: tl.constexpr = 2 * I if FORMULA.has_gate else I
     inside = column < tl.where(expert >= 0, I, 0)
     gate = tl.zeros(column.shape, tl.float32)
     up = tl.zeros(column.shape, tl.float32)
     for part in tl.static_range(PARTS):
         place = (part * num_pairs + pair).to(tl.int64) * WIDTH + column
         up += tl.load(parts_ptr + place + (WIDTH - I), mask=inside, other=0.0)
-        if HAS_GATE:
+        if FORMULA.has_gate:
             gate += tl.load(parts_ptr + place, mask=inside, other=0.0)
     if HAS_BIAS:
         place = expert.to(tl.int64) * WIDTH + column
         up += tl.load(bias_ptr + place + (WIDTH - I), mask=inside, other=0.0).to(tl.float32)
-        if HAS_GATE:
+        if FORMULA.has_gate:
             gate += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    value, _, _ = _expert_act(
-        gate,
-        up,
-        ACT,
-        SCALE,
-        HAS_GATE,
-        GATES_ITSELF,
-        GATE_LOW,
-        GATE_HIGH,
-        UP_LOW,
-        UP_HIGH,
-        UP_OFFSET,
-        GATE_CAP,
-        UP_CAP,
-    )
+    value, _, _ = _expert_act(gate, up, FORMULA)
     return value
 
 
@@ -178,17 +154,7 @@ def activate_pairs(
     I: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the PARTS of a pair's first product, and store its activation: out [P, I]."""
@@ -204,17 +170,7 @@ def activate_pairs(
         I,
         PARTS,
         HAS_BIAS,
-        ACT,
-        SCALE,
-        HAS_GATE,
-        GATES_ITSELF,
-        GATE_LOW,
-        GATE_HIGH,
-        UP_LOW,
-        UP_HIGH,
-        UP_OFFSET,
-        GATE_CAP,
-        UP_CAP,
+        FORMULA,
     )
     value = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * I + column, value, mask=column < I)
@@ -309,17 +265,7 @@ def finish_token(
     PARTS: tl.constexpr,
     HAS_FIRST_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
     TOP_K: tl.constexpr,
     DEPTH_PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -374,17 +320,7 @@ def finish_token(
                     I,
                     FIRST_PARTS,
                     HAS_FIRST_BIAS,
-                    ACT,
-                    SCALE,
-                    HAS_GATE,
-                    GATES_ITSELF,
-                    GATE_LOW,
-                    GATE_HIGH,
-                    UP_LOW,
-                    UP_HIGH,
-                    UP_OFFSET,
-                    GATE_CAP,
-                    UP_CAP,
+                    FORMULA,
                 )
                 middle = tl.where(is_row & (line < LINES)[None, :], middle[None, :], 0.0)
                 middle = middle.to(out_ptr.dtype.element_ty)
