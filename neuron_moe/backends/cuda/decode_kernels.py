@@ -67,6 +67,7 @@ def project_pairs(
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     if OVERLAPS:
         gdc_launch_dependents()
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     part = tl.program_id(2)
     if COUNTERS == 0:
         expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
@@ -90,15 +91,11 @@ def project_pairs(
                 source_ptr,
                 row_place,
                 is_row,
-                matrix_ptr,
-                scale_ptr,
+                stack,
                 number,
                 start,
                 column,
                 is_column,
-                expert_stride,
-                depth_stride,
-                width_stride,
                 DEPTH,
                 WIDTH,
                 BLOCK_DEPTH,
@@ -281,6 +278,7 @@ def finish_token(
     last of a block of columns adds the parts in their order.
     """
     LINES: tl.constexpr = I // 2 if FORMAT == "mxfp4" else I
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     pair, part = tl.program_id(0), tl.program_id(2)
     expert = tl.load(index_ptr + pair)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -293,15 +291,11 @@ def finish_token(
         end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
             matrix, others = load_lines(
-                matrix_ptr,
-                scale_ptr,
+                stack,
                 number,
                 start,
                 column,
                 column < H,
-                expert_stride,
-                depth_stride,
-                width_stride,
                 I,
                 H,
                 BLOCK_DEPTH,

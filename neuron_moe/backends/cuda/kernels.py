@@ -229,15 +229,11 @@ def _add_product(
     rows_ptr,
     row_place,
     is_row,
-    matrix_ptr,
-    scale_ptr,
+    stack,
     expert,
     start,
     column,
     is_column,
-    expert_stride,
-    depth_stride,
-    width_stride,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -256,15 +252,11 @@ def _add_product(
     if FORMAT == "mxfp4":
         other_rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
     matrix, others = load_lines(
-        matrix_ptr,
-        scale_ptr,
+        stack,
         expert,
         start,
         column,
         is_column,
-        expert_stride,
-        depth_stride,
-        width_stride,
         DEPTH,
         WIDTH,
         BLOCK_DEPTH,
@@ -322,6 +314,7 @@ def project(
     column_tiles: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     num_tiles = tl.maximum(tl.load(num_tiles_ptr) - first_tile, 0)
     within = tl.arange(0, BLOCK_WIDTH)
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     for number in tl.range(tl.program_id(0), num_tiles * column_tiles, PROGRAMS):
         tile, column = _tile_of(number, num_tiles, column_tiles, GROUP)
         expert = tl.load(tile_expert_ptr + first_tile + tile).to(tl.int64)
@@ -343,15 +336,11 @@ def project(
                 rows_ptr,
                 source * DEPTH,
                 is_row,
-                matrix_ptr,
-                scale_ptr,
+                stack,
                 expert,
                 start,
                 wide,
                 is_column,
-                expert_stride,
-                depth_stride,
-                width_stride,
                 DEPTH,
                 WIDTH,
                 BLOCK_DEPTH,
