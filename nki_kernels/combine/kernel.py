@@ -53,10 +53,10 @@ import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims, sums_nothing
 from nki_kernels.common.arithmetic import apply_two, apply_with
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.rank_sums import end_portion, make_rows
 from nki_kernels.common.slot_sums import piece_size
-from nki_kernels.common.tiles import identity
+from nki_kernels.common.tiles import identity, multiply_banks
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -321,14 +321,8 @@ def weigh(
         for index in range(len(gathered)):
             terms = diagonals[index // num_parts]
             for term in range(len(terms)):
-                for start in range(0, group_width, BANK_FLOATS):
-                    columns = slice(group + start, group + min(start + BANK_FLOATS, group_width))
-                    nisa.nc_matmul(
-                        dst=total_ps[:, start : min(start + BANK_FLOATS, group_width)],
-                        stationary=terms[term],
-                        moving=gathered[index][:, columns],
-                        accumulate=index + term > 0,
-                    )
+                rows_sb = gathered[index][:, group : group + group_width]
+                multiply_banks(total_ps, terms[term], rows_sb, index + term > 0)
         _empty(total_sb[:, group : group + group_width], total_ps, beside, group)
     return total_sb
 

@@ -48,12 +48,16 @@ class SumBuffers(NKIObject):
     """y as it is added up, and the PSUM that the rest of a kernel shares.
 
     Attributes:
+        config: what the kernel is compiled for.
+        core: number of this core.
         total_sb: y^T [h, H/h, T], or rows [T, H], float32.
         order: numbers of the banks that y takes, in which an expert's part of it is made. Of rows
             those come first whose sums the other core waits for at the end.
         work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
     """
 
+    config: DecodeConfig
+    core: int
     total_sb: nl.NkiTensor
     order: list[int]
     work_ps: list[nl.NkiTensor]
@@ -104,7 +108,6 @@ class DecodeBuffers(NKIObject):
     Attributes:
         config: what the kernel is compiled for.
         x: the experts in HBM.
-        core: number of this core.
         sums: y.
         banks: parts of PSUM.
         gate_up, down, gate_up_bias, gate_up_scale, down_bias, down_scale: per weight buffer.
@@ -122,7 +125,6 @@ class DecodeBuffers(NKIObject):
 
     config: DecodeConfig
     x: DecodeOperands
-    core: int
     sums: SumBuffers
     banks: ExpertBanks
     gate_up: list[nl.NkiTensor]
@@ -154,7 +156,7 @@ def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     total_sb = allocate(token_table(config).total)[0]
     order = numbers[begin : len(numbers)] + numbers[0:begin]
-    return SumBuffers(total_sb, order, banks)
+    return SumBuffers(config, core, total_sb, order, banks)
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
@@ -220,7 +222,6 @@ def make_buffers(config: DecodeConfig, x: DecodeOperands, sums: SumBuffers) -> D
     return DecodeBuffers(
         config=config,
         x=x,
-        core=nl.program_id(0),
         sums=sums,
         banks=banks,
         gate_up=gate_up,

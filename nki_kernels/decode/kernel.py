@@ -97,7 +97,7 @@ def decode_moe(
     # Behind the index: the list of experts does not need them.
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb)
-    finish(config, sums, core, Epilogue(output, []))
+    finish(sums, Epilogue(output, []))
     return output
 
 
@@ -113,7 +113,7 @@ def _add_experts(
     """Make y of this core; all that takes place on chip but for `sums` is free again then."""
     b = make_buffers(config, x, sums)
     routing = _route_tokens(b, index_tiles, affinity_tiles, first_sb)
-    transposed_sb = transpose_tokens(config, sums, load_tokens(config, hidden))
+    transposed_sb = transpose_tokens(sums, load_tokens(config, hidden))
     start_sums(sums)
     run_experts(b, transposed_sb, routing)
 
@@ -158,7 +158,7 @@ def _route_tokens(
     """Work out which experts are touched, and by how much each token; see list.py."""
     # The list first, as loads of weights wait for it; factors are used after the first products.
     bank_ps = routing_bank(b.sums)
-    routing = list_experts(b.config, index_tiles, first_sb, bank_ps, b.ones, b.core)
+    routing = list_experts(b.config, index_tiles, first_sb, bank_ps, b.ones, b.sums.core)
     weigh(b.config, routing, affinity_tiles, bank_ps, b.ones)
     return routing
 

@@ -151,7 +151,7 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, core, Epilogue(rows.parts[0], residuals, config.form.ranks))
+    finish(sums, Epilogue(rows.parts[0], residuals, config.form.ranks))
     end_portion(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output
@@ -252,7 +252,7 @@ def _route(config: LayerConfig, front: Front, b: DecodeBuffers, first_sb: Any) -
     if config.form.has_padding:
         chosen_tiles = _drop_padding(index_tiles, front.real)
     # The list first, as loads of weights wait for it; affinities are used after the first products.
-    routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, b.core)
+    routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, b.sums.core)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
     weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
     gate_rows = []

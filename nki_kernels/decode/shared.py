@@ -148,7 +148,7 @@ def load_shared(
 def _load_item(tiles: SharedTiles, item: int) -> None:
     """Load an item of this core."""
     b, config = tiles.buffers, tiles.buffers.config
-    part = item // config.chunks * config.num_cores + b.core
+    part = item // config.chunks * config.num_cores + b.sums.core
     part_sb = tiles.part_sb[0:1, part : part + 1]
     buffer, chunk = item % config.weight_buffers, item % config.chunks
     load_item(b, part_sb, buffer, chunk)

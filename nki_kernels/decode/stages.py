@@ -282,18 +282,18 @@ def project_half(
     """
     config = b.config
     half = config.parts // 2
-    first = b.core * half
+    first = b.sums.core * half
     project_in(b, transposed_sb, buffer, item, ring, item == first, False)
     if item < first + half - 1:
         return
     T, rows, middle = config.T, config.i_axis.rows, tiles_of_part(config.i_axis, config, half)[0]
-    begin, end = (0, middle) if b.core == 0 else (middle, config.i_axis.count)
-    theirs = middle if b.core == 0 else 0
+    begin, end = (0, middle) if b.sums.core == 0 else (middle, config.i_axis.count)
+    theirs = middle if b.sums.core == 0 else 0
     sent_sb, received_sb = b.halves[0], b.halves[1]
     # Only what the other core activates leaves; own tiles stay in PSUM until its part is here.
     for k in range(config.i_axis.count - (end - begin)):
         copy_alternating(sent_sb[0:rows, k], b.banks.inner_ps[theirs + k][0:rows, 0 : 2 * T], k)
-    swap_with_other(sent_sb, received_sb, b.core, sent_sb.shape[1] * 2 * T * 4)
+    swap_with_other(sent_sb, received_sb, b.sums.core, sent_sb.shape[1] * 2 * T * 4)
     for tile in range(begin, end):
         sum_sb = received_sb[0:rows, tile - begin]
         own_ps = b.banks.inner_ps[tile][0:rows, 0 : 2 * T]
