@@ -1,7 +1,8 @@
 """Everything that decoder-only MoE models share: facts, attention, layers, the model.
 
-A model file adds its own facts to `DecoderConfig`, says in two methods of `Model` which attention
-and which feed-forward part each layer has, and lists its checkpoint's tensors in `weight_map`.
+A model file adds its own facts to `DecoderConfig`, which reads those that are not given by name and
+type, and lists its checkpoint's tensors in `weight_map`. `experts` of its configuration says which
+feed-forward parts the layers have; `Model` builds attention or these itself where they are others.
 
 Letters: U sequences, S new tokens of each, T tokens of all sequences, C cached positions, H hidden,
 V vocabulary, Q query heads, J key/value heads, D head size, d rotary frequencies. Positions and

@@ -86,13 +86,7 @@ class SingleRank:
         """Return x."""
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return x
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return x
+    all_gather = reduce_scatter = all_reduce
 
     def all_to_all(
         self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
