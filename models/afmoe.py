@@ -23,11 +23,10 @@ from neuron_moe.models.biased_routing import (
     SlidingConfig,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import GroupedAttention, Tokens
+from neuron_moe.models.decoder import PROJECTIONS, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     both_expert_rules,
     decoder_map,
     feed_forward_rules,

@@ -471,8 +471,14 @@ class DecoderModel(nn.Module):
             return GatedMLP(size, parts.dense_size, dtype, act)
         shared = None
         if parts.shared_size is not None:
-            kind = {"is_gated": parts.is_gated, "is_fused": parts.is_fused}
-            shared = build_shared(size, parts.shared_size, dtype, act, **kind)
+            shared = build_shared(
+                size,
+                parts.shared_size,
+                dtype,
+                act,
+                is_gated=parts.is_gated,
+                is_fused=parts.is_fused,
+            )
         return gated_moe(
             Router(parts.router),
             parts.size,

@@ -108,9 +108,8 @@ class DeepseekV4Config(DecoderConfig):
         """Positions of the longest sequence: those of entries are not stretched."""
         return self.max_position_embeddings
 
-    @property
-    def reach(self) -> Reach:
-        """How far back a token sees other tokens, and not entries of them."""
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees other tokens, and not entries of them."""
         return Reach(window=self.sliding_window)
 
     @property

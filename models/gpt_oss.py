@@ -16,6 +16,7 @@ from neuron_moe.checkpoint import Rule, WeightMap, chain, deinterleave_gate_up, 
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     DecoderConfig,
     DecoderModel,
     GroupedAttention,
@@ -24,7 +25,7 @@ from neuron_moe.models.decoder import (
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.layers import build_router, expert_spec
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, decoder_rules, projection_names
+from neuron_moe.models.weight_rules import decoder_map, decoder_rules, projection_names
 from neuron_moe.moe import MoE
 from neuron_moe.spec import ExpertFormula, RouterFormula, check_top_k, limits
 

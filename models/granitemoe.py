@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     DecoderConfig,
     DecoderModel,
     Experts,
@@ -26,7 +27,7 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import router_spec
 from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes, mamba_rules
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, either, projection_names
+from neuron_moe.models.weight_rules import decoder_map, either, projection_names
 from neuron_moe.models.wrapped import Scale, WrappedLayer, wrapped_rules
 
 ALIASES = ("granitemoeshared", "granitemoehybrid")

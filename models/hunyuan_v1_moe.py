@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts, GroupedAttention, Tokens
+from neuron_moe.models.decoder import (
+    PROJECTIONS,
+    DecoderConfig,
+    DecoderModel,
+    Experts,
+    GroupedAttention,
+    Tokens,
+)
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     both_expert_rules,
     decoder_map,
     decoder_rules,

@@ -24,11 +24,10 @@ from neuron_moe.models.biased_routing import (
     read_feed_forward,
     read_sparse_layers,
 )
-from neuron_moe.models.decoder import Tokens
+from neuron_moe.models.decoder import PROJECTIONS, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.two_ropes import TurnedAttention, TwoRopesConfig, TwoRopesModel, read_ropes
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     either,
     expert_rules,
     fused_expert_rules,

@@ -19,6 +19,7 @@ from torch import Tensor
 from neuron_moe.checkpoint import Rule, WeightMap, identity
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     DecoderConfig,
     DecoderModel,
     Experts,
@@ -30,7 +31,6 @@ from neuron_moe.models.hf_config import ConfigReader, read_text_section
 from neuron_moe.models.layers import router_spec, unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     decoder_map,
     decoder_rules,
     either,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     ConfigT,
     DecoderConfig,
     DecoderModel,
@@ -25,7 +26,6 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     both_expert_rules,
     decoder_map,
     decoder_rules,

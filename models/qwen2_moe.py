@@ -38,7 +38,7 @@ class GatedSharedConfig(Qwen3MoeConfig):
     @property
     def experts(self) -> Experts:
         """Experts of the sparse layers, and a gated shared one."""
-        routed = Qwen3MoeConfig.experts.__get__(self)
+        routed: Experts = Qwen3MoeConfig.experts.__get__(self)
         return routed._replace(shared_size=self.shared_expert_intermediate_size, is_gated=True)
 
 
