@@ -88,14 +88,14 @@ def token_rows(
 
 def load_per_token(values_sb: nl.ndarray, tensor_TX: nl.ndarray, tokens: TokenTiles) -> None:
     """Load [T, X] values: partition p of `values_sb` [128, count * X] gets those of its tokens."""
-    for there, here_sb in _per_token(tensor_TX, values_sb, tokens):
-        nisa.dma_copy(dst=here_sb, src=there)
+    for place in _per_token(tensor_TX, values_sb, tokens):
+        nisa.dma_copy(dst=place[1], src=place[0])
 
 
 def store_per_token(tensor_TX: nl.ndarray, values_sb: nl.ndarray, tokens: TokenTiles) -> None:
     """Store what `load_per_token` would load."""
-    for there, here_sb in _per_token(tensor_TX, values_sb, tokens):
-        nisa.dma_copy(dst=there, src=here_sb)
+    for place in _per_token(tensor_TX, values_sb, tokens):
+        nisa.dma_copy(dst=place[0], src=place[1])
 
 
 def _per_token(
