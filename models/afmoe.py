@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import CacheView
 from neuron_moe.models.biased_routing import (
     ATTENTION_TYPES,
@@ -23,18 +23,15 @@ from neuron_moe.models.biased_routing import (
     SlidingConfig,
     read_feed_forward,
 )
-from neuron_moe.models.decoder import GroupedAttention, Tokens
+from neuron_moe.models.decoder import PROJECTIONS, GroupedAttention, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
+    both_expert_rules,
     decoder_map,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    feed_forward_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
 from neuron_moe.models.wrapped import WrappedLayer, wrapped_rules
 
@@ -59,7 +56,7 @@ OTHER_KEYS = ("load_balance_coeff", "use_grouped_mm")
 class AfmoeConfig(SlidingConfig):
     """Facts of one AFMoE checkpoint, under the names that `SlidingConfig` gives them."""
 
-    mup_enabled: bool
+    mup_enabled: bool = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "AfmoeConfig":
@@ -81,7 +78,6 @@ class AfmoeConfig(SlidingConfig):
             ),
             sliding_window=reader.get_size("sliding_window", WINDOW),
             layer_types=reader.get_strings("layer_types") or usual,
-            mup_enabled=reader.get("mup_enabled", bool, False),
         )
 
 
@@ -131,16 +127,10 @@ def weight_map(config: AfmoeConfig) -> WeightMap:
     rules = wrapped_rules("{layer}", NORMS)
     rules += [Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names]
     rules.append(Rule("model." + gate % "", gate % "q_"))
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    for layer in sparse:
-        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-        pair, bias = (mlp + "experts", moe + "expert_mlps.mlp_op"), "router.e_score_correction_bias"
-        rules += [
-            Rule(mlp + "router.gate.weight", moe + "router.linear_router.weight"),
-            Rule(mlp + "expert_bias", moe + bias, is_exact=True),
-            *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
-            *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
-        ]
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, _sparse_rules)
     return decoder_map(config, rules, expert=config.n_routed_experts)
+
+
+def _sparse_rules(mlp: str, moe: str) -> list[Rule]:
+    names = {"router": "router.gate.weight", "bias": "expert_bias", "shared": "shared_experts"}
+    return moe_rules(mlp, moe, both_expert_rules(mlp, moe), **names)

@@ -31,6 +31,7 @@ from neuron_moe.models.weight_rules import (
     decoder_rules,
     expert_rules,
     mlp_rules,
+    moe_rules,
     with_modules,
 )
 from neuron_moe.moe import MoE
@@ -226,10 +227,5 @@ def _delta_rules(layer: str) -> list[Rule]:
 def _sparse_rules(layer: str) -> list[Rule]:
     """Return the rules of the experts of a layer."""
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-    bias = moe + "router.e_score_correction_bias"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        Rule(mlp + "gate.expert_bias", bias, is_exact=True),
-        *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
-        *expert_rules(mlp + "experts", moe + "expert_mlps.mlp_op"),
-    ]
+    experts = expert_rules(mlp + "experts", moe + "expert_mlps.mlp_op")
+    return moe_rules(mlp, moe, experts, bias="gate.expert_bias", shared="shared_experts")

@@ -12,31 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.attention import EVERYTHING, Reach
-from neuron_moe.models.decoder import (
-    DecoderConfig,
-    DecoderModel,
-    GroupedAttention,
-    check_layer_types,
-)
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, biased_spec, build_shared, gated, gated_moe
+from neuron_moe.models.layers import biased_spec, gated
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
     mlp_rules,
+    moe_rules,
     split_layers,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.router import Router
 from neuron_moe.spec import ExpertFormula, RouterSpec
 
 LAYER_TYPES = ("dense", "sparse")
@@ -77,9 +65,17 @@ class BiasedRoutingConfig(DecoderConfig):
     sparse_layers: tuple[int, ...]
     prediction_layers: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        _ = self.router_spec
+    @property
+    def experts(self) -> Experts:
+        """The feed-forward parts."""
+        return Experts(
+            self.router_spec,
+            self.moe_intermediate_size,
+            self.routed_formula,
+            shared_size=self.shared_size,
+            layers=self.sparse_layers,
+            dense_size=self.intermediate_size,
+        )
 
     @property
     def router_spec(self) -> RouterSpec:
@@ -223,33 +219,9 @@ def read_sparse_layers(reader: ConfigReader, num_dense: int) -> tuple[int, ...]:
 
 
 class BiasedRoutingModel(DecoderModel):
-    """A model with these feed-forward parts, and grouped-query attention unless its family differs.
-
-    Attributes:
-        biased: projections with a bias, where config.json has `attention_bias`.
-        norms: of queries and keys, see `GroupedAttention`.
-    """
+    """A model with these feed-forward parts."""
 
     config: BiasedRoutingConfig
-    biased: ClassVar[Sequence[str]] = PROJECTIONS
-    norms: ClassVar[str] = ""
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
-        """Return the attention of a layer."""
-        config = self.config
-        reach = config.reach(layer) if isinstance(config, SlidingConfig) else EVERYTHING
-        bias = self.biased if config.attention_bias else ()
-        return GroupedAttention(config, dtype, reach=reach, bias=bias, norms=self.norms)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 router, or an MLP where the layer is dense."""
-        config, size, act = self.config, self.config.hidden_size, self.config.hidden_act
-        if layer not in config.sparse_layers:
-            return GatedMLP(size, config.intermediate_size, dtype, act)
-        width = config.shared_size
-        shared = None if width is None else build_shared(size, width, dtype, act)
-        router, inner = Router(config.router_spec), config.moe_intermediate_size
-        return gated_moe(router, inner, dtype, backend, shared, formula=config.routed_formula)
 
 
 def biased_routing_map(
@@ -281,25 +253,18 @@ def biased_routing_map(
 
 
 def sparse_rules(
-    layer: str, bias: str = "mlp.gate.e_score_correction_bias", *, has_shared: bool = True
+    layer: str, bias: str = "gate.e_score_correction_bias", *, has_shared: bool = True
 ) -> list[Rule]:
     """Return the rules of a layer with experts under DeepSeek-V3's names.
 
     Args:
         layer: its number, or `{layer}`.
-        bias: name of the bias that helps to choose, within the layer; "" for none.
+        bias: name of the bias that helps to choose, within the MLP; "" for none.
         has_shared: there are shared experts.
     """
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-    names = mlp + "experts", moe + "expert_mlps.mlp_op"
-    fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
-    ours = f"{moe}router.e_score_correction_bias"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *([Rule(f"model.layers.{layer}.{bias}", ours, is_exact=True)] if bias else ()),
-        *(mlp_rules(mlp + "shared_experts", moe + "shared_experts") if has_shared else ()),
-        *either(separate=expert_rules(*names), fused=fused),
-    ]
+    shared = "shared_experts" if has_shared else ""
+    return moe_rules(mlp, moe, both_expert_rules(mlp, moe), bias=bias, shared=shared)
 
 
 def prediction_blocks(

@@ -53,7 +53,7 @@ class CompressedAttention(nn.Module):
 
     def __init__(self, config: DeepseekV4Config, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config, self.reach, self.scale = config, config.reach, config.head_dim**-0.5
+        self.config, self.reach, self.scale = config, config.reach(layer), config.head_dim**-0.5
         self.core = attend_pooled
         size, head_dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
         latent, inner = config.q_lora_rank, config.o_groups * config.o_lora_rank

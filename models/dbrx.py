@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.checkpoint import Rule, WeightMap, chain, concat_gate_up, split_rows, transpose
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts, GroupedAttention
 from neuron_moe.models.hf_config import ConfigReader, respell
-from neuron_moe.models.layers import build_router, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 NORM_EPS = 1e-5  # torch's; config.json has no key for it
 # Dropout, and attributes that transformers wrote into sections of their own.
@@ -48,9 +46,17 @@ class DbrxConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.moe_top_k, self.moe_num_experts)
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise ValueError(f"clip_qkv={self.clip_qkv}: must be positive. Correct config.json.")
+
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax."""
+        top_k, renormalize = self.moe_top_k, self.is_normalised
+        router = router_spec(
+            self.moe_num_experts, self.hidden_size, top_k=top_k, renormalize=renormalize
+        )
+        return Experts(router, self.ffn_hidden_size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DbrxConfig":
@@ -147,18 +153,6 @@ class Model(DecoderModel):
     def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
         """Return attention with limited queries, keys and values."""
         return Attention(self.config, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router."""
-        config = self.config
-        router = build_router(
-            config.moe_num_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.moe_top_k, renormalize=config.is_normalised),
-        )
-        return gated_moe(
-            router, config.ffn_hidden_size, dtype, backend, hidden_act=config.hidden_act
-        )
 
 
 def weight_map(config: DbrxConfig) -> WeightMap:

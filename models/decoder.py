@@ -1,7 +1,8 @@
 """Everything that decoder-only MoE models share: facts, attention, layers, the model.
 
-A model file adds its own facts to `DecoderConfig`, says in two methods of `Model` which attention
-and which feed-forward part each layer has, and lists its checkpoint's tensors in `weight_map`.
+A model file adds its own facts to `DecoderConfig`, which reads those that are not given by name and
+type, and lists its checkpoint's tensors in `weight_map`. `experts` of its configuration says which
+feed-forward parts the layers have; `Model` builds attention or these itself where they are others.
 
 Letters: U sequences, S new tokens of each, T tokens of all sequences, C cached positions, H hidden,
 V vocabulary, Q query heads, J key/value heads, D head size, d rotary frequencies. Positions and
@@ -9,8 +10,8 @@ places are those of `neuron_moe.models.attention`.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Container, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -34,13 +35,44 @@ from neuron_moe.models.attention import (
     count_places,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import RMSNorm
+from neuron_moe.models.layers import GatedMLP, RMSNorm, build_shared, gated_moe
 from neuron_moe.models.rope import DYNAMIC, RopeConfig, apply_rope, rope_tables
 from neuron_moe.moe import MoE
+from neuron_moe.router import Router
+from neuron_moe.spec import ExpertFormula, RouterSpec
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 Norm = RMSNorm | nn.LayerNorm
+_KINDS = (int, float, bool, str)  # of fields that are read by themselves
+_OPTIONAL: dict[Any, type[Any]] = {kind | None: kind for kind in _KINDS}
 _OTHER_NAMES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # of activations
+
+
+class Experts(NamedTuple):
+    """The feed-forward parts of a decoder's layers.
+
+    Attributes:
+        router: how experts are chosen, in float32.
+        size: columns of a routed expert.
+        formula: what it computes; None: act(gate) * up, as other parts do.
+        scales_input: affinities scale an expert's input, not its output.
+        shared_size: columns of the shared experts together; None: there are none.
+        is_gated: a gate scales these, token by token.
+        is_fused: their gate and up projections are one matrix.
+        layers: those with experts; None: all.
+        dense_size: columns of the others' MLPs.
+    """
+
+    router: RouterSpec
+    size: int
+    formula: ExpertFormula | None = None
+    scales_input: bool = False
+    shared_size: int | None = None
+    is_gated: bool = False
+    is_fused: bool = False
+    layers: Container[int] | None = None
+    dense_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +117,20 @@ class DecoderConfig:
                 f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
             )
         self.check_rotated(self.rotated_size)
+        _ = self.experts
+
+    @property
+    def experts(self) -> Experts | None:
+        """The feed-forward parts; None where a family builds its own.
+
+        Raises:
+            ValueError: experts cannot be chosen so.
+        """
+        return None
+
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees in a layer."""
+        return Reach(window=getattr(self, "sliding_window", None))
 
     def check_rotated(self, size: int) -> None:
         """Raise ValueError unless so much of a head can be rotated."""
@@ -118,7 +164,9 @@ class DecoderConfig:
 
     @classmethod
     def read(cls: type[ConfigT], reader: ConfigReader, **facts: Any) -> ConfigT:
-        """Read the keys that every family spells alike, and refuse those that nobody read.
+        """Read the fields that are not given under their own names; refuse keys that nobody read.
+
+        A field with a default may be absent, one that may be None null as well.
 
         Args:
             reader: of the whole config.json.
@@ -129,26 +177,25 @@ class DecoderConfig:
         Raises:
             ValueError: a missing, unknown or contradictory key.
         """
-        size, heads = reader.get("hidden_size", int), reader.get("num_attention_heads", int)
-        act = reader.get("hidden_act", str, "silu")
-        facts = {
-            "head_dim": reader.get("head_dim", int, size // max(heads, 1)),
-            "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
-            "max_position_embeddings": reader.get("max_position_embeddings", int),
-            **facts,
-        }
-        config = cls(
-            vocab_size=reader.get("vocab_size", int),
-            hidden_size=size,
-            num_hidden_layers=reader.get("num_hidden_layers", int),
-            num_attention_heads=heads,
-            num_key_value_heads=reader.get("num_key_value_heads", int),
-            hidden_act=_OTHER_NAMES.get(act, act),
-            rms_norm_eps=reader.get("rms_norm_eps", float),
-            eos_token_ids=reader.get_ints("eos_token_id", "token id"),
-            pad_token_id=reader.get_optional("pad_token_id", int),
-            **facts,
-        )
+        reader.ignore("head_dim", "hidden_act", "tie_word_embeddings")  # where the family has them
+        for field in fields(cls):
+            name = field.name
+            if name in facts:
+                continue
+            if name == "head_dim":
+                usual = facts["hidden_size"] // max(facts["num_attention_heads"], 1)
+                facts[name] = reader.get(name, int, usual)
+            elif name == "hidden_act":
+                act = reader.get(name, str, "silu")
+                facts[name] = _OTHER_NAMES.get(act, act)
+            elif name == "eos_token_ids":
+                facts[name] = reader.get_ints("eos_token_id", "token id")
+            elif field.type in _KINDS:
+                usual = None if field.default is MISSING else field.default
+                facts[name] = reader.get(name, field.type, usual)
+            elif field.type in _OPTIONAL:
+                facts[name] = reader.get_optional(name, _OPTIONAL[field.type])
+        config = cls(**facts)
         reader.finish()
         return config
 
@@ -375,9 +422,13 @@ class DecoderModel(nn.Module):
 
     Attributes:
         runs_layers_alone: a layer needs one residual stream and no token ids.
+        biased: projections with a bias, where config.json has `attention_bias`.
+        norms: of queries and keys, see `GroupedAttention`.
     """
 
     runs_layers_alone: ClassVar[bool] = True
+    biased: ClassVar[Sequence[str]] = PROJECTIONS
+    norms: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -405,11 +456,39 @@ class DecoderModel(nn.Module):
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
         """Return the attention of a layer, called as `GroupedAttention` is."""
-        raise NotImplementedError
+        config = self.config
+        bias = self.biased if getattr(config, "attention_bias", False) else ()
+        return GroupedAttention(
+            config, dtype, reach=config.reach(layer), bias=bias, norms=self.norms
+        )
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> nn.Module:
         """Return the `MoE` of a layer, or what it has instead, called with [U, S, H]."""
-        raise NotImplementedError
+        config, parts = self.config, self.config.experts
+        assert parts is not None
+        size, act = config.hidden_size, config.hidden_act
+        if parts.layers is not None and layer not in parts.layers:
+            return GatedMLP(size, parts.dense_size, dtype, act)
+        shared = None
+        if parts.shared_size is not None:
+            shared = build_shared(
+                size,
+                parts.shared_size,
+                dtype,
+                act,
+                is_gated=parts.is_gated,
+                is_fused=parts.is_fused,
+            )
+        return gated_moe(
+            Router(parts.router),
+            parts.size,
+            dtype,
+            backend,
+            shared,
+            hidden_act=act,
+            scales_input=parts.scales_input,
+            formula=parts.formula,
+        )
 
     @property
     def attentions(self) -> list[Any]:

@@ -90,15 +90,11 @@ class DeepseekV3Config(BiasedRoutingConfig):
         reader.require("scoring_func", scores)
         reader.require("topk_method", "noaux_tc")
         reader.require("moe_layer_freq", 1)
-        names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-        sizes = {name: reader.get(name, int) for name in names}
-        head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        head_dim = reader.get("qk_nope_head_dim", int) + reader.get("qk_rope_head_dim", int)
         reader.require("qk_head_dim", head_dim)
         return cls.read(
             reader,
             head_dim=head_dim,
-            q_lora_rank=reader.get_optional("q_lora_rank", int),
-            **sizes,
             **{**read_feed_forward(reader, defaults=defaults), **facts},
         )
 

@@ -71,8 +71,8 @@ class DeepseekV4Config(DecoderConfig):
     n_routed_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    routed_scaling_factor: float
-    swiglu_limit: float
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
     prediction_layers: int
 
     def __post_init__(self) -> None:
@@ -108,9 +108,8 @@ class DeepseekV4Config(DecoderConfig):
         """Positions of the longest sequence: those of entries are not stretched."""
         return self.max_position_embeddings
 
-    @property
-    def reach(self) -> Reach:
-        """How far back a token sees other tokens, and not entries of them."""
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees other tokens, and not entries of them."""
         return Reach(window=self.sliding_window)
 
     @property
@@ -162,7 +161,6 @@ class DeepseekV4Config(DecoderConfig):
             eps=reader.get("hc_eps", float, 1e-6),
             norm_eps=reader.get("rms_norm_eps", float),
         )
-        whole = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         kinds, mlp_kinds = _read_kinds(reader)
         found = {name: reader.get_size(name, usual) for name, usual in USUAL.items()}
         return cls.read(
@@ -171,12 +169,9 @@ class DeepseekV4Config(DecoderConfig):
             mlp_layer_types=mlp_kinds,
             rates=_read_rates(reader),
             streams=streams,
-            routed_scaling_factor=reader.get("routed_scaling_factor", float, 1.5),
-            swiglu_limit=reader.get("swiglu_limit", float, 10.0),
             prediction_layers=max(0, reader.get("num_nextn_predict_layers", int, 1)),
             **found,
             **_read_ropes(reader, found["head_dim"]),
-            **{name: reader.get(name, int) for name in whole},
         )
 
 

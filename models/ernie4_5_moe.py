@@ -8,28 +8,23 @@ Source: transformers, `models/ernie4_5_moe/modeling_ernie4_5_moe.py`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
-from neuron_moe.checkpoint import Rule, WeightMap, only_row, transpose
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.checkpoint import Rule, WeightMap, only_row
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe
+from neuron_moe.models.layers import biased_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
     exact_in_either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    feed_forward_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 500000.0  # where config.json does not say
 # Of training, and of a block that predicts a further token.
@@ -52,9 +47,17 @@ class Ernie45MoeConfig(DecoderConfig):
     shared_size: int | None
     sparse_layers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        check_top_k(self.moe_k, self.moe_num_experts)
+    @property
+    def experts(self) -> Experts:
+        """Experts of the sparse layers, whose choice is biased, and perhaps shared ones."""
+        fields = {"top_k": self.moe_k, "act_fn": "softmax"}
+        return Experts(
+            biased_spec(self.moe_num_experts, self.hidden_size, **fields),
+            self.moe_intermediate_size,
+            shared_size=self.shared_size,
+            layers=self.sparse_layers,
+            dense_size=self.intermediate_size,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Ernie45MoeConfig":
@@ -70,10 +73,7 @@ class Ernie45MoeConfig(DecoderConfig):
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, is_interleaved=True),
             tie_word_embeddings=reader.get("tie_word_embeddings", bool, True),
-            intermediate_size=reader.get("intermediate_size", int),
             moe_intermediate_size=inner,
-            moe_num_experts=reader.get("moe_num_experts", int),
-            moe_k=reader.get("moe_k", int),
             shared_size=inner * reader.get("moe_num_shared_experts", int) or None,
             sparse_layers=_read_sparse_layers(reader),
         )
@@ -104,58 +104,27 @@ class Model(DecoderModel):
 
     config: Ernie45MoeConfig
 
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return plain grouped-query attention."""
-        return GroupedAttention(self.config, dtype)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 softmax router whose choice is biased, or an MLP."""
-        config = self.config
-        if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-        router = build_router(
-            config.moe_num_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.moe_k, has_selection_bias=True, renormalize=True),
-        )
-        shared = None
-        if config.shared_size is not None:
-            shared = build_shared(config.hidden_size, config.shared_size, dtype, config.hidden_act)
-        return gated_moe(
-            router,
-            config.moe_intermediate_size,
-            dtype,
-            backend,
-            shared,
-            hidden_act=config.hidden_act,
-        )
-
 
 def weight_map(config: Ernie45MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     names = projection_names(has_bias=False)
+    shared = "" if config.shared_size is None else "shared_experts"
     rules = decoder_rules(names)
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    for layer in sparse:
-        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-        pair = mlp + "experts", moe + "expert_mlps.mlp_op"
-        bias, ours = "e_score_correction_bias", moe + "router.e_score_correction_bias"
-        rules += [
-            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *exact_in_either(
-                ours,
-                only_row,
-                separate=f"{mlp}moe_statics.{bias}",
-                fused=f"{mlp}gate.moe_statics.{bias}",
-            ),
-            *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
-        ]
-        if config.shared_size is not None:
-            rules += mlp_rules(mlp + "shared_experts", moe + "shared_experts")
+    of_sparse = partial(_sparse_rules, shared=shared)
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, of_sparse)
     ignored = _prediction_names(names)
     return decoder_map(config, rules, ignored, expert=config.moe_num_experts)
+
+
+def _sparse_rules(mlp: str, moe: str, shared: str) -> list[Rule]:
+    bias = "e_score_correction_bias"
+    biases = exact_in_either(
+        f"{moe}router.{bias}",
+        only_row,
+        separate=f"{mlp}moe_statics.{bias}",
+        fused=f"{mlp}gate.moe_statics.{bias}",
+    )
+    return moe_rules(mlp, moe, [*biases, *both_expert_rules(mlp, moe)], shared=shared)
 
 
 def _prediction_names(projections: list[str]) -> list[str]:

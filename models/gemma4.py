@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from neuron_moe.checkpoint import Rule, WeightMap, chain, scale_along, transpose
 from neuron_moe.models.attention import CacheView, Reach
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, Tokens
+from neuron_moe.models.decoder import PROJECTIONS, DecoderModel, GroupedAttention, Tokens
 from neuron_moe.models.gemma4_config import SLIDING, TEXT_TYPE, Gemma4Config
 from neuron_moe.models.layers import GatedMLP, build_router, gated_moe, unit_rms
 from neuron_moe.models.rope import apply_rope, rope_tables
-from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, mlp_rules
+from neuron_moe.models.weight_rules import decoder_map, mlp_rules
 from neuron_moe.moe import MoE
 from neuron_moe.spec import RouterFormula
 

@@ -48,8 +48,8 @@ class Gemma4Config(DecoderConfig):
     full_head_dim: int
     full_key_value_heads: int
     full_rope: RopeConfig
-    attention_bias: bool
-    attention_k_eq_v: bool
+    attention_bias: bool = False
+    attention_k_eq_v: bool = False
     final_logit_softcapping: float | None
     num_vision_layers: int | None = None
 
@@ -102,25 +102,16 @@ class Gemma4Config(DecoderConfig):
         usual = [FULL if (layer + 1) % STEP == 0 else SLIDING for layer in range(num_layers)]
         kinds = (*(reader.get_strings("layer_types") or usual)[:-1], FULL)  # the last sees all
         head_dim, kv_heads = reader.get("head_dim", int), reader.get("num_key_value_heads", int)
-        shares = reader.get("attention_k_eq_v", bool, False)
         full_head_dim, full_kv_heads = _read_full_heads(reader, kinds, (head_dim, kv_heads))
         return cls.read(
             reader,
             head_dim=head_dim,
-            tie_word_embeddings=reader.get("tie_word_embeddings", bool, True),
             rope=_read_rope(reader, SLIDING),
             full_rope=_read_rope(reader, FULL),
-            intermediate_size=reader.get("intermediate_size", int),
-            moe_intermediate_size=reader.get("moe_intermediate_size", int),
-            num_experts=reader.get("num_experts", int),
-            top_k_experts=reader.get("top_k_experts", int),
             sliding_window=reader.get_size("sliding_window", WINDOW),
             layer_types=kinds,
             full_head_dim=full_head_dim,
             full_key_value_heads=full_kv_heads,
-            attention_bias=reader.get("attention_bias", bool, False),
-            attention_k_eq_v=shares,
-            final_logit_softcapping=reader.get_optional("final_logit_softcapping", float),
             num_vision_layers=vision_layers,
         )
 

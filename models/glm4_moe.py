@@ -41,7 +41,6 @@ class Glm4MoeConfig(BiasedRoutingConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_part=ROTATED_PART),
-            use_qk_norm=reader.get("use_qk_norm", bool),
             **read_feed_forward(reader),
         )
 

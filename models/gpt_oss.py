@@ -16,6 +16,7 @@ from neuron_moe.checkpoint import Rule, WeightMap, chain, deinterleave_gate_up, 
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     DecoderConfig,
     DecoderModel,
     GroupedAttention,
@@ -24,7 +25,7 @@ from neuron_moe.models.decoder import (
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.layers import build_router, expert_spec
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, decoder_rules, projection_names
+from neuron_moe.models.weight_rules import decoder_map, decoder_rules, projection_names
 from neuron_moe.moe import MoE
 from neuron_moe.spec import ExpertFormula, RouterFormula, check_top_k, limits
 
@@ -77,14 +78,8 @@ class GptOssConfig(DecoderConfig):
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, default_section=ROPE_SCALING),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
             num_experts_per_tok=reader.get_renamed("num_experts_per_tok", "experts_per_token", int),
-            sliding_window=reader.get("sliding_window", int),
             layer_types=reader.get_strings("layer_types") or usual_types,
-            attention_bias=reader.get("attention_bias", bool, True),
-            swiglu_alpha=reader.get("swiglu_alpha", float, SWIGLU_ALPHA),
-            swiglu_limit=reader.get("swiglu_limit", float, SWIGLU_LIMIT),
         )
 
     def window(self, layer: int) -> int | None:

@@ -16,25 +16,24 @@ from torch import Tensor, nn
 from neuron_moe.activations import activation_of
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     DecoderConfig,
     DecoderModel,
+    Experts,
     GroupedAttention,
     check_layer_types,
 )
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, build_shared, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.mamba2 import Mamba2, Mamba2Sizes, mamba_rules
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import PROJECTIONS, decoder_map, either, projection_names
+from neuron_moe.models.weight_rules import decoder_map, either, projection_names
 from neuron_moe.models.wrapped import Scale, WrappedLayer, wrapped_rules
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("granitemoeshared", "granitemoehybrid")
 ROPE_THETA = 10000.0  # where config.json does not say
 LAYER_TYPES = ("linear_attention", "full_attention")
 OLD_TYPES = {"mamba": LAYER_TYPES[0], "attention": LAYER_TYPES[1]}
-FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 NORMS = {"before_attention": "input_layernorm", "before_feed_forward": "post_attention_layernorm"}
 OTHER_KEYS = ("init_method", "mamba_chunk_size")
 
@@ -52,12 +51,12 @@ class GraniteMoeConfig(DecoderConfig):
     """
 
     intermediate_size: int
-    num_local_experts: int
-    num_experts_per_tok: int
-    attention_bias: bool
-    embedding_multiplier: float
-    logits_scaling: float
-    residual_multiplier: float
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    attention_bias: bool = False
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
     attention_multiplier: float | None
     shared_intermediate_size: int | None
     layer_types: tuple[str, ...]
@@ -67,10 +66,20 @@ class GraniteMoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_local_experts)
         check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
         if not self.logits_scaling:
             raise ValueError("logits_scaling=0: logits are divided by it. Correct config.json.")
+
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by their logits, and perhaps a shared one."""
+        fields = {"top_k": self.num_experts_per_tok, "act_over_topk": True}
+        return Experts(
+            router_spec(self.num_local_experts, self.hidden_size, **fields),
+            self.intermediate_size,
+            shared_size=self.shared_intermediate_size,
+            is_fused=True,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "GraniteMoeConfig":
@@ -90,11 +99,6 @@ class GraniteMoeConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int, 8),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int, 2),
-            attention_bias=reader.get("attention_bias", bool, False),
-            **{name: reader.get(name, float, 1.0) for name in FACTORS},
             attention_multiplier=scale,
             shared_intermediate_size=shared or None,
             layer_types=types,
@@ -164,7 +168,8 @@ class Model(DecoderModel):
             name: Scale(config.residual_multiplier)
             for name in ("after_attention", "after_feed_forward")
         }
-        attention, experts = self.build_attention(layer, dtype), self._build_experts(dtype, backend)
+        attention = self.build_attention(layer, dtype)
+        experts = self.build_feed_forward(layer, dtype, backend)
         return WrappedLayer(attention, experts, **norms, **scales)
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
@@ -181,16 +186,6 @@ class Model(DecoderModel):
         if config.attention_multiplier is not None:
             attention.scale = config.attention_multiplier
         return attention
-
-    def _build_experts(self, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 router and perhaps a shared expert."""
-        config, act, shared = self.config, self.config.hidden_act, None
-        formula = RouterFormula(top_k=config.num_experts_per_tok, act_over_topk=True)
-        router = build_router(config.num_local_experts, config.hidden_size, formula)
-        if config.shared_intermediate_size is not None:
-            sizes = config.hidden_size, config.shared_intermediate_size
-            shared = build_shared(*sizes, dtype, act, is_fused=True)
-        return gated_moe(router, config.intermediate_size, dtype, backend, shared, hidden_act=act)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the first hidden states `[.., H]` of token ids `[..]`."""

@@ -13,23 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention, Tokens
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.models.decoder import (
+    PROJECTIONS,
+    DecoderConfig,
+    DecoderModel,
+    Experts,
+    GroupedAttention,
+    Tokens,
+)
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, build_shared, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 10000.0  # where config.json does not say
 BY_LAYER = ("moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert")
@@ -57,11 +59,14 @@ class HunyuanMoEConfig(DecoderConfig):
     intermediate_size: int
     num_experts: int
     moe_topk: int
-    attention_bias: bool
+    attention_bias: bool = False
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        check_top_k(self.moe_topk, self.num_experts)
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax, and a shared one."""
+        count, size = self.num_experts, self.intermediate_size
+        router = router_spec(count, self.hidden_size, top_k=self.moe_topk, renormalize=True)
+        return Experts(router, size, shared_size=size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "HunyuanMoEConfig":
@@ -89,7 +94,6 @@ class HunyuanMoEConfig(DecoderConfig):
             intermediate_size=size,
             num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
             moe_topk=reader.get_renamed("moe_topk", "num_experts_per_tok", int),
-            attention_bias=reader.get("attention_bias", bool, False),
         )
 
 
@@ -149,29 +153,18 @@ class Model(DecoderModel):
         bias = PROJECTIONS if self.config.attention_bias else ()
         return Attention(self.config, dtype, bias=bias, norms="by head")
 
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router and a shared expert."""
-        config, act = self.config, self.config.hidden_act
-        size, width = config.hidden_size, config.intermediate_size
-        formula = RouterFormula(top_k=config.moe_topk, renormalize=True)
-        router = build_router(config.num_experts, size, formula)
-        shared = build_shared(size, width, dtype, act)
-        return gated_moe(router, width, dtype, backend, shared, hidden_act=act)
-
 
 def weight_map(config: HunyuanMoEConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     attention = "layers.{layer}.self_attn."
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
-    pair = mlp + "experts", moe + "expert_mlps.mlp_op"
+    experts = both_expert_rules(mlp, moe)
     rules = [
         *decoder_rules(projection_names(has_bias=config.attention_bias)),
         *(
             Rule(f"model.{attention}{theirs}.weight", f"{attention}{ours}.weight")
             for theirs, ours in NAMES.items()
         ),
-        Rule(mlp + "gate.wg.weight", moe + "router.linear_router.weight"),
-        *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
-        *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+        *moe_rules(mlp, moe, experts, router="gate.wg.weight", shared="shared_mlp"),
     ]
     return decoder_map(config, rules, expert=config.num_experts)

@@ -24,7 +24,7 @@ from neuron_moe.models.weight_rules import (
     either,
     expert_rules,
     fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
 )
 
@@ -81,18 +81,9 @@ def weight_map(config: HYV3Config) -> WeightMap:
 def _sparse_rules(layer: str) -> list[Rule]:
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
     pair = mlp + "experts", moe + "expert_mlps.mlp_op"
-    bias = moe + "router.e_score_correction_bias"
+    published = {"router": "router.gate.weight", "bias": "expert_bias", "shared": "shared_mlp"}
+    modules = {"bias": "e_score_correction_bias", "shared": "shared_experts"}
     return either(  # as published, and as transformers' modules are called
-        separate=[
-            Rule(mlp + "router.gate.weight", moe + "router.linear_router.weight"),
-            Rule(mlp + "expert_bias", bias, is_exact=True),
-            *mlp_rules(mlp + "shared_mlp", moe + "shared_experts"),
-            *expert_rules(*pair),
-        ],
-        fused=[
-            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            Rule(mlp + "e_score_correction_bias", bias, is_exact=True),
-            *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
-            *fused_expert_rules(*pair, transpose),
-        ],
+        separate=moe_rules(mlp, moe, expert_rules(*pair), **published),
+        fused=moe_rules(mlp, moe, fused_expert_rules(*pair, transpose), **modules),
     )

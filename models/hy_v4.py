@@ -70,10 +70,10 @@ class HYV4Config(DeepseekV32Config):
         swiglu_limit: clamps gate and up projections of routed experts.
     """
 
-    hc_mult: int
-    hc_magnitude: float
-    hc_eps: float
-    swiglu_limit: float
+    hc_mult: int = 4
+    hc_magnitude: float = 2.0
+    hc_eps: float = 1e-6
+    swiglu_limit: float = 10.0
 
     def __post_init__(self) -> None:
         DeepseekV32Config.__post_init__(self)
@@ -117,10 +117,6 @@ class HYV4Config(DeepseekV32Config):
             rope=read_rotated(reader, False),
             max_position_embeddings=min(longest, check_positive_int("index_topk", reach)),
             n_routed_experts=reader.get_renamed("n_routed_experts", "num_local_experts", int),
-            hc_mult=reader.get("hc_mult", int, 4),
-            hc_magnitude=reader.get("hc_magnitude", float, 2.0),
-            hc_eps=reader.get("hc_eps", float, 1e-6),
-            swiglu_limit=reader.get("swiglu_limit", float, 10.0),
         )
 
 

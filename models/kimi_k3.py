@@ -28,9 +28,9 @@ from neuron_moe.models.deepseek_v3 import latent_names
 from neuron_moe.models.delta_net import DeltaNetSizes
 from neuron_moe.models.kimi_delta import delta_rules
 from neuron_moe.models.kimi_k3_config import KimiK3Config
-from neuron_moe.models.kimi_linear import PlainLatentAttention
+from neuron_moe.models.kimi_linear import PlainLatentAttention, biased_moe_rules
 from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
-from neuron_moe.models.weight_rules import decoder_map, decoder_rules, expert_rules, mlp_rules
+from neuron_moe.models.weight_rules import decoder_map, decoder_rules, mlp_rules
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.spec import LatentSpec
@@ -167,16 +167,11 @@ def _bounded_rules(sizes: DeltaNetSizes, theirs: str, ours: str) -> list[Rule]:
 
 
 def _sparse_rules(config: KimiK3Config, theirs: str, ours: str) -> list[Rule]:
-    bias, latent = "e_score_correction_bias", ours + "latent."
+    latent = ours + "latent."
     names = {"down_proj.weight": "into.weight", "up_proj.weight": "out_of.weight"}
     names |= {"norm.weight": "norm_weight"} if config.latent_moe_use_norm else {}
-    return [
-        Rule(theirs + "gate.weight", ours + "router.linear_router.weight"),
-        Rule(f"{theirs}gate.{bias}", f"{ours}router.{bias}", is_exact=True),
-        *(Rule(f"{theirs}routed_expert_{old}", latent + new) for old, new in names.items()),
-        *mlp_rules(theirs + "shared_experts", ours + "shared_experts"),
-        *expert_rules(theirs + "experts", ours + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
-    ]
+    own = [Rule(f"{theirs}routed_expert_{old}", latent + new) for old, new in names.items()]
+    return biased_moe_rules(theirs, ours, own)
 
 
 def _vision_names() -> list[str]:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_moe.errors import check_positive_int
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
 from neuron_moe.models.kimi_linear import KimiLinearConfig, open_config, read_linear
 from neuron_moe.models.layers import gated
@@ -36,7 +35,7 @@ class KimiK3Config(KimiLinearConfig):
     """
 
     routed_expert_hidden_size: int
-    latent_moe_use_norm: bool
+    latent_moe_use_norm: bool = False
     soft_caps: tuple[float, float] | None
     attn_res_block_size: int
     gate_lower_bound: float | None
@@ -73,14 +72,10 @@ class KimiK3Config(KimiLinearConfig):
         section.finish()
         reader.require("mla_use_output_gate", True)
         reader.require("attention_bias", False)
-        size = reader.get("routed_expert_hidden_size", int)
         return cls.read_latent(
             reader,
             defaults=DEFAULTS,
-            routed_expert_hidden_size=check_positive_int("routed_expert_hidden_size", size),
-            latent_moe_use_norm=reader.get("latent_moe_use_norm", bool, False),
             soft_caps=caps,
-            attn_res_block_size=reader.get("attn_res_block_size", int),
             gate_lower_bound=bound,
             vision_layers=vision or 0,
             **facts,

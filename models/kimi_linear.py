@@ -7,7 +7,7 @@ Source: transformers, `models/kimi_linear/modular_kimi_linear.py`; arXiv 2510.26
 moonshotai/Kimi-Linear-48B-A3B-Instruct.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from neuron_moe.models.weight_rules import (
     either,
     expert_rules,
     mlp_rules,
+    moe_rules,
     with_modules,
 )
 
@@ -186,13 +187,13 @@ def weight_map(config: KimiLinearConfig) -> WeightMap:
             dense = (mlp_rules(name, ours + "mlp") for name in (theirs + "mlp", sparse))
             rules += either(**dict(zip(("published", "transformers"), dense, strict=True)))
             continue
-        moe, bias = ours + "moe.", "e_score_correction_bias"
-        experts = sparse + ".experts", moe + "expert_mlps.mlp_op"
-        rules += [
-            Rule(sparse + ".gate.weight", moe + "router.linear_router.weight"),
-            Rule(f"{sparse}.gate.{bias}", f"{moe}router.{bias}", is_exact=True),
-            *mlp_rules(sparse + ".shared_experts", moe + "shared_experts"),
-            *expert_rules(*experts, names=("w1", "w3", "w2")),
-        ]
+        rules += biased_moe_rules(sparse + ".", ours + "moe.")
     published = decoder_map(config, rules, expert=config.n_routed_experts)
     return with_modules(published, MODULES)
+
+
+def biased_moe_rules(sparse: str, moe: str, own: Sequence[Rule] = ()) -> list[Rule]:
+    """Return the rules of a layer with experts, and what else it has."""
+    experts = expert_rules(sparse + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2"))
+    bias, shared = "gate.e_score_correction_bias", "shared_experts"
+    return moe_rules(sparse, moe, [*own, *experts], bias=bias, shared=shared)

@@ -24,15 +24,14 @@ from neuron_moe.models.biased_routing import (
     read_feed_forward,
     read_sparse_layers,
 )
-from neuron_moe.models.decoder import Tokens
+from neuron_moe.models.decoder import PROJECTIONS, Tokens
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.two_ropes import TurnedAttention, TwoRopesConfig, TwoRopesModel, read_ropes
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     either,
     expert_rules,
     fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
 )
 from neuron_moe.spec import RouterSpec
@@ -111,7 +110,6 @@ class LagunaConfig(TwoRopesConfig):
             head_dim=reader.get("head_dim", int, 128),
             sliding_window=reader.get_size("sliding_window", WINDOW),
             layer_types=reader.get_strings("layer_types") or ATTENTION_TYPES[1:] * num_layers,
-            shared_expert_intermediate_size=reader.get("shared_expert_intermediate_size", int),
             heads=reader.get_ints("num_attention_heads_per_layer") or usual * num_layers,
             gates_elements=gating in (False, "per-element"),
             router_softcap=reader.get("moe_router_logit_softcapping", float, 0.0),
@@ -174,20 +172,10 @@ def weight_map(config: LagunaConfig) -> WeightMap:
 
 def _sparse_rules(layer: str) -> list[Rule]:
     mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-    pair, shared = (mlp + "experts", moe + "expert_mlps.mlp_op"), moe + "shared_experts"
-    bias = "e_score_correction_bias"
-    return [
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *either(
-            separate=[
-                Rule(f"{mlp}experts.{bias}", f"{moe}router.{bias}", is_exact=True),
-                *mlp_rules(mlp + "shared_expert", shared),
-                *expert_rules(*pair),
-            ],
-            fused=[
-                Rule(f"{mlp}gate.{bias}", f"{moe}router.{bias}", is_exact=True),
-                *mlp_rules(mlp + "shared_experts", shared),
-                *fused_expert_rules(*pair, transpose),
-            ],
-        ),
-    ]
+    pair, bias = (mlp + "experts", moe + "expert_mlps.mlp_op"), "e_score_correction_bias"
+    published = {"bias": f"experts.{bias}", "shared": "shared_expert"}
+    modules = {"bias": f"gate.{bias}", "shared": "shared_experts"}
+    return either(
+        separate=moe_rules(mlp, moe, expert_rules(*pair), **published),
+        fused=moe_rules(mlp, moe, fused_expert_rules(*pair, transpose), **modules),
+    )

@@ -15,14 +15,7 @@ from neuron_moe.latent import Latent
 from neuron_moe.moe import MoE
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
-from neuron_moe.spec import (
-    ExpertFormula,
-    ExpertSpec,
-    RouterFormula,
-    RouterSpec,
-    SharedSpec,
-    limits,
-)
+from neuron_moe.spec import ExpertFormula, ExpertSpec, RouterFormula, RouterSpec, SharedSpec, limits
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -110,6 +103,22 @@ def clamped_silu(limit: float, *, is_before: bool = False) -> ExpertFormula:
     return ExpertFormula(gate_limits=limits(None, highest), up_limits=limits(-limit, limit))
 
 
+def router_spec(
+    num_experts: int, hidden_size: int, *, num_identity: int = 0, **fields: Any
+) -> RouterSpec:
+    """Return a router of so many experts; `fields` are of `RouterFormula`, `top_k` among them.
+
+    Raises:
+        ValueError: no such choice is possible.
+    """
+    return RouterSpec(
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        formula=RouterFormula(**fields),
+        num_identity=num_identity,
+    )
+
+
 def build_router(num_experts: int, hidden_size: int, formula: RouterFormula) -> Router:
     """Return a router in float32."""
     return Router(RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula))
@@ -128,14 +137,8 @@ def biased_spec(num_experts: int, hidden_size: int, **fields: Any) -> RouterSpec
     Raises:
         ValueError: no such choice is possible.
     """
-    identities = fields.pop("num_identity", 0)
     usual: dict[str, Any] = {"act_fn": "sigmoid", "has_selection_bias": True, "renormalize": True}
-    return RouterSpec(
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        formula=RouterFormula(**usual | fields),
-        num_identity=identities,
-    )
+    return router_spec(num_experts, hidden_size, **usual | fields)
 
 
 def build_shared(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import StateShape, StateView
 from neuron_moe.models.biased_routing import (
     BiasedRoutingConfig,
@@ -27,11 +27,10 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.layers import biased_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
+    both_expert_rules,
     decoder_map,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    split_layers,
+    feed_forward_rules,
+    moe_rules,
 )
 from neuron_moe.spec import RouterSpec
 
@@ -40,7 +39,7 @@ LAYER_TYPES = ("conv", "full_attention")
 NAMES = {"n_routed_experts": "num_experts", "first_k_dense_replace": "num_dense_layers"}
 DEFAULTS = {"first_k_dense_replace": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 OTHER_KEYS = ("conv_dim", "conv_use_xavier_init", "use_pos_enc", "norm_eps", "tie_embedding")
-MLP = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # published names of ours
+MLP = ("w1", "w3", "w2")  # gate, up and down
 CONVOLUTION = {"in_proj": "in_proj.", "out_proj": "out_proj.", "conv": "conv_"}  # ours of theirs
 ATTENTION = {  # theirs of ours
     **{f"{name}_proj": f"{name}_proj" for name in "qkv"},
@@ -63,8 +62,8 @@ class Lfm2MoeConfig(BiasedRoutingConfig):
 
     layer_types: tuple[str, ...]
     conv_width: int
-    conv_bias: bool
-    use_expert_bias: bool
+    conv_bias: bool = False
+    use_expert_bias: bool = True
 
     def __post_init__(self) -> None:
         BiasedRoutingConfig.__post_init__(self)
@@ -96,8 +95,6 @@ class Lfm2MoeConfig(BiasedRoutingConfig):
             tie_word_embeddings=is_tied,
             layer_types=reader.get_strings("layer_types"),
             conv_width=reader.get_size("conv_L_cache", 3),
-            conv_bias=reader.get("conv_bias", bool, False),
-            use_expert_bias=reader.get("use_expert_bias", bool, True),
             **read_feed_forward(
                 reader,
                 names=NAMES,
@@ -192,24 +189,11 @@ def weight_map(config: Lfm2MoeConfig) -> WeightMap:
                 Rule(f"{block}self_attn.{old}.weight", f"{attention}{new}.weight")
                 for new, old in ATTENTION.items()
             ]
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for number in dense:
-        rules += [
-            Rule(
-                f"model.layers.{number}.feed_forward.{old}.weight",
-                f"layers.{number}.mlp.{new}.weight",
-            )
-            for new, old in MLP.items()
-        ]
-    for number in sparse:
-        fed, moe = f"model.layers.{number}.feed_forward.", f"layers.{number}.moe."
-        pair = fed + "experts", moe + "expert_mlps.mlp_op"
-        rules.append(Rule(fed + "gate.weight", moe + "router.linear_router.weight"))
-        if config.use_expert_bias:
-            bias = moe + "router.e_score_correction_bias"
-            rules.append(Rule(fed + "expert_bias", bias, is_exact=True))
-        rules += either(
-            separate=expert_rules(*pair, tuple(MLP.values())),
-            fused=fused_expert_rules(*pair, transpose),
-        )
+    bias = "expert_bias" if config.use_expert_bias else ""
+
+    def of_sparse(fed: str, moe: str) -> list[Rule]:
+        return moe_rules(fed, moe, both_expert_rules(fed, moe, MLP), bias=bias)
+
+    layers = config.sparse_layers, config.num_hidden_layers
+    rules += feed_forward_rules(*layers, of_sparse, theirs + "feed_forward", MLP)
     return decoder_map(config, rules, expert=config.n_routed_experts)

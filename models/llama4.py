@@ -19,31 +19,27 @@ from torch import Tensor
 from neuron_moe.checkpoint import Rule, WeightMap, identity
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
+    PROJECTIONS,
     DecoderConfig,
     DecoderModel,
+    Experts,
     GroupedAttention,
     Tokens,
     check_layer_types,
 )
-from neuron_moe.models.hf_config import (
-    ConfigReader,
-    read_text_section,
-)
-from neuron_moe.models.layers import GatedMLP, build_router, build_shared, gated_moe, unit_rms
+from neuron_moe.models.hf_config import ConfigReader, read_text_section
+from neuron_moe.models.layers import router_spec, unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     decoder_map,
     decoder_rules,
     either,
     expert_rules,
+    feed_forward_rules,
     fused_expert_rules,
-    mlp_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("llama4_text",)
 IMAGE_TOKENS = ("boi_token_index", "eoi_token_index", "image_token_index")
@@ -72,14 +68,13 @@ class Llama4Config(DecoderConfig):
     attention_chunk_size: int
     use_qk_norm: bool
     attn_temperature_tuning: bool
-    floor_scale: float
-    attn_scale: float
-    attention_bias: bool
+    floor_scale: float = 8192.0
+    attn_scale: float = 0.1
+    attention_bias: bool = False
     num_vision_layers: int | None = None
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_local_experts)
         if len(self.no_rope_layers) < self.num_hidden_layers:
             raise ValueError(
                 f"no_rope_layers={list(self.no_rope_layers)}: must have one entry for each of"
@@ -91,6 +86,19 @@ class Llama4Config(DecoderConfig):
                 f"moe_layers={list(self.moe_layers)}: must be layers below num_hidden_layers="
                 f"{self.num_hidden_layers}, at least one. Leave the key out for the usual ones."
             )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of some layers, whose input is scaled, and a shared one."""
+        count, top_k = self.num_local_experts, self.num_experts_per_tok
+        return Experts(
+            router_spec(count, self.hidden_size, top_k=top_k, act_fn="sigmoid"),
+            self.intermediate_size,
+            scales_input=True,
+            shared_size=self.intermediate_size,
+            layers=self.moe_layers,
+            dense_size=self.intermediate_size_mlp,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Llama4Config":
@@ -110,22 +118,13 @@ class Llama4Config(DecoderConfig):
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, is_interleaved=True),
-            intermediate_size=reader.get("intermediate_size", int),
-            intermediate_size_mlp=reader.get("intermediate_size_mlp", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
             moe_layers=moe_layers,
             no_rope_layers=rotates,
             layer_types=reader.get_strings("layer_types") or tuple(layer_types),
-            attention_chunk_size=reader.get("attention_chunk_size", int),
-            use_qk_norm=reader.get("use_qk_norm", bool),
             # A flag, published as 4 at first.
             # A number in published files, a switch that is on in transformers' class.
             attn_temperature_tuning=bool(reader.get_raw("attn_temperature_tuning"))
             or reader.is_absent("attn_temperature_tuning"),
-            floor_scale=reader.get("floor_scale", float, 8192.0),
-            attn_scale=reader.get("attn_scale", float, 0.1),
-            attention_bias=reader.get("attention_bias", bool, False),
             num_vision_layers=vision_layers,
         )
 
@@ -171,55 +170,26 @@ class Model(DecoderModel):
         """Return the attention of a layer."""
         return Attention(self.config, layer, dtype)
 
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 sigmoid router and a shared expert, or an MLP."""
-        config = self.config
-        if layer not in config.moe_layers:
-            return GatedMLP(
-                config.hidden_size, config.intermediate_size_mlp, dtype, config.hidden_act
-            )
-        router = build_router(
-            config.num_local_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.num_experts_per_tok, act_fn="sigmoid"),
-        )
-        shared = build_shared(
-            config.hidden_size, config.intermediate_size, dtype, config.hidden_act
-        )
-        return gated_moe(
-            router,
-            config.intermediate_size,
-            dtype,
-            backend,
-            shared,
-            scales_input=True,
-            hidden_act=config.hidden_act,
-        )
-
 
 def weight_map(config: Llama4Config) -> WeightMap:
     """Map the published tensor names to ours, experts fused or one by one."""
     prefix = "" if config.num_vision_layers is None else "language_model."
     names, source = projection_names(has_bias=config.attention_bias), prefix + "model."
     rules = decoder_rules(names, source=source, head=prefix + "lm_head.weight")
-    sparse, dense = split_layers(config.moe_layers, config.num_hidden_layers)
-    for layer in sparse:
-        theirs, moe = f"{source}layers.{layer}.feed_forward.", f"layers.{layer}.moe."
-        experts = theirs + "experts", moe + "expert_mlps.mlp_op"
-        fused = fused_expert_rules(*experts, identity)
-        rules += [
-            Rule(theirs + "router.weight", moe + "router.linear_router.weight"),
-            *mlp_rules(theirs + "shared_expert", moe + "shared_experts"),
-            *either(fused=fused, separate=expert_rules(*experts)),
-        ]
-    for layer in dense:
-        rules += mlp_rules(f"{source}layers.{layer}.feed_forward", f"layers.{layer}.mlp")
+    layers = config.moe_layers, config.num_hidden_layers
+    rules += feed_forward_rules(*layers, _sparse_rules, source + "layers.{layer}.feed_forward")
     sizes = {"expert": config.num_local_experts}
     ignored = []
     if config.num_vision_layers is not None:
         sizes["vision_layer"] = config.num_vision_layers
         ignored = _vision_names()
     return decoder_map(config, rules, ignored, **sizes)
+
+
+def _sparse_rules(theirs: str, moe: str) -> list[Rule]:
+    pair = theirs + "experts", moe + "expert_mlps.mlp_op"
+    experts = either(fused=fused_expert_rules(*pair, identity), separate=expert_rules(*pair))
+    return moe_rules(theirs, moe, experts, router="router.weight", shared="shared_expert")
 
 
 def _vision_names() -> list[str]:

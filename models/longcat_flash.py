@@ -46,7 +46,7 @@ class LongcatFlashConfig(DecoderConfig):
         zero_expert_num: identities that a token chooses among, beside the experts.
     """
 
-    attention_bias: bool
+    attention_bias: bool = False
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -57,7 +57,7 @@ class LongcatFlashConfig(DecoderConfig):
     n_routed_experts: int
     zero_expert_num: Any
     moe_topk: int
-    routed_scaling_factor: float
+    routed_scaling_factor: float = 6.0
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -94,25 +94,19 @@ class LongcatFlashConfig(DecoderConfig):
         given = {**config, "num_key_value_heads": heads, "num_hidden_layers": layers}
         reader = ConfigReader.of_family(given, "longcat_flash", *OTHER_KEYS)
         reader.require("router_bias", False)  # which transformers allocates and does not add
-        names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-        sizes = {name: reader.get(name, int) for name in names}
-        head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        rotated = reader.get("qk_rope_head_dim", int)
+        head_dim = reader.get("qk_nope_head_dim", int) + rotated
         reader.require("qk_head_dim", head_dim)
-        reader.require("head_dim", sizes["qk_rope_head_dim"])
+        reader.require("head_dim", rotated)
         for key in ("mla_scale_q_lora", "mla_scale_kv_lora"):
             reader.require(key, True)
         reader.require("hidden_act", "silu")
-        whole = ("ffn_hidden_size", "expert_ffn_hidden_size", "n_routed_experts", "moe_topk")
         return cls.read(
             reader,
             head_dim=head_dim,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, is_interleaved=True),
-            attention_bias=reader.get("attention_bias", bool, False),
             q_lora_rank=reader.get("q_lora_rank", int),
             zero_expert_num=reader.get_optional("zero_expert_num", int) or 0,
-            routed_scaling_factor=reader.get("routed_scaling_factor", float, 6.0),
-            **sizes,
-            **{name: reader.get(name, int) for name in whole},
         )
 
 

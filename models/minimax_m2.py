@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import WeightMap
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import biased_spec, gated_moe
+from neuron_moe.models.layers import biased_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     block_sparse_rules,
@@ -24,9 +22,6 @@ from neuron_moe.models.weight_rules import (
     exact_in_either,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.router import Router
-from neuron_moe.spec import RouterSpec
 
 # Of layers that predict further tokens, whose tensors are not published, and of training.
 OTHER_KEYS = (
@@ -43,14 +38,11 @@ class MiniMaxM2Config(DecoderConfig):
     num_local_experts: int
     num_experts_per_tok: int
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        _ = self.router_spec
-
     @property
-    def router_spec(self) -> RouterSpec:
-        """How experts are chosen; raises ValueError where that is not possible."""
-        return biased_spec(self.num_local_experts, self.hidden_size, top_k=self.num_experts_per_tok)
+    def experts(self) -> Experts:
+        """Experts in every layer, whose choice is biased."""
+        count, top_k = self.num_local_experts, self.num_experts_per_tok
+        return Experts(biased_spec(count, self.hidden_size, top_k=top_k), self.intermediate_size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM2Config":
@@ -72,9 +64,6 @@ class MiniMaxM2Config(DecoderConfig):
             reader,
             head_dim=head_dim,
             rope=_read_rope(reader, head_dim),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
         )
 
 
@@ -98,16 +87,7 @@ class Model(DecoderModel):
     """MiniMax-M2 for generation."""
 
     config: MiniMaxM2Config
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with one norm for all heads."""
-        return GroupedAttention(self.config, dtype, norms="jointly")
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 sigmoid router whose choice is biased."""
-        config = self.config
-        size, act = config.intermediate_size, config.hidden_act
-        return gated_moe(Router(config.router_spec), size, dtype, backend, hidden_act=act)
+    norms = "jointly"
 
 
 def weight_map(config: MiniMaxM2Config) -> WeightMap:

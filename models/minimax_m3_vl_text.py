@@ -30,6 +30,7 @@ from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
     expert_rules,
+    moe_rules,
     projection_names,
     split_layers,
     with_modules,
@@ -70,13 +71,13 @@ class MiniMaxM3Config(DecoderConfig):
         " computed here"
     )
     intermediate_size: int
-    dense_intermediate_size: int
-    shared_intermediate_size: int
+    dense_intermediate_size: int = 12288
+    shared_intermediate_size: int = 3072
     num_local_experts: int
     num_experts_per_tok: int
-    routed_scaling_factor: float
-    swiglu_alpha: float
-    swiglu_limit: float
+    routed_scaling_factor: float = 2.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     sparse_layers: tuple[int, ...]
     num_vision_layers: int | None = None
 
@@ -148,20 +149,6 @@ class MiniMaxM3Config(DecoderConfig):
             max_position_embeddings=min(longest, blocks * size) if is_indexed else longest,
             sparse_layers=sparse or read_sparse_layers(reader, 0),
             num_vision_layers=vision_layers,
-            **{
-                name: reader.get(name, int)
-                for name in ("intermediate_size", "num_local_experts", "num_experts_per_tok")
-            },
-            **{
-                name: reader.get(name, int, default)
-                for name, default in (
-                    ("dense_intermediate_size", 12288),
-                    ("shared_intermediate_size", 3072),
-                )
-            },
-            routed_scaling_factor=reader.get("routed_scaling_factor", float, 2.0),
-            swiglu_alpha=reader.get("swiglu_alpha", float, 1.702),
-            swiglu_limit=reader.get("swiglu_limit", float, 7.0),
         )
 
 
@@ -229,13 +216,11 @@ def _mlp_rules(theirs: str, ours: str) -> list[Rule]:
 
 def _sparse_rules(theirs: str, moe: str) -> list[Rule]:
     """Return the rules of the experts of a layer."""
-    bias = "e_score_correction_bias"
-    return [
-        Rule(theirs + "gate.weight", moe + "router.linear_router.weight"),
-        Rule(theirs + bias, f"{moe}router.{bias}", is_exact=True),
+    experts = [
         *_mlp_rules(theirs + "shared_experts", moe + "shared_experts"),
         *expert_rules(theirs + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
     ]
+    return moe_rules(theirs, moe, experts, bias="e_score_correction_bias")
 
 
 def _vision_names() -> list[str]:

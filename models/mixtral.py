@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import WeightMap
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     block_sparse_rules,
@@ -23,8 +20,6 @@ from neuron_moe.models.weight_rules import (
     decoder_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +31,12 @@ class MixtralConfig(DecoderConfig):
     num_experts_per_tok: int
     sliding_window: int | None
 
-    def __post_init__(self) -> None:
-        DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_local_experts)
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax."""
+        count, top_k = self.num_local_experts, self.num_experts_per_tok
+        router = router_spec(count, self.hidden_size, top_k=top_k, renormalize=True)
+        return Experts(router, self.intermediate_size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "MixtralConfig":
@@ -48,10 +46,6 @@ class MixtralConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            sliding_window=reader.get_optional("sliding_window", int),
         )
 
 
@@ -62,22 +56,6 @@ class Model(DecoderModel):
     """Mixtral for generation."""
 
     config: MixtralConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return plain grouped-query attention."""
-        return GroupedAttention(self.config, dtype, reach=Reach(window=self.config.sliding_window))
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router."""
-        config = self.config
-        router = build_router(
-            config.num_local_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.num_experts_per_tok, renormalize=True),
-        )
-        return gated_moe(
-            router, config.intermediate_size, dtype, backend, hidden_act=config.hidden_act
-        )
 
 
 def weight_map(config: MixtralConfig) -> WeightMap:

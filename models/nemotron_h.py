@@ -51,10 +51,10 @@ class NemotronHConfig(DecoderConfig):
 
     layer_types: tuple[str, ...]
     mamba: Mamba2Sizes
-    use_conv_bias: bool
-    time_step_min: float
-    intermediate_size: int
-    moe_intermediate_size: int
+    use_conv_bias: bool = True
+    time_step_min: float = 0.001
+    intermediate_size: int = 21504
+    moe_intermediate_size: int = 7688
     shared_intermediate_size: int
     latent_size: int | None
     router: RouterSpec
@@ -104,10 +104,6 @@ class NemotronHConfig(DecoderConfig):
                 num_groups=reader.get("n_groups", int, 8),
                 conv_width=reader.get("conv_kernel", int, 4),
             ),
-            use_conv_bias=reader.get("use_conv_bias", bool, True),
-            time_step_min=reader.get("time_step_min", float, 0.001),
-            intermediate_size=reader.get("intermediate_size", int, 21504),
-            moe_intermediate_size=reader.get("moe_intermediate_size", int, 7688),
             shared_intermediate_size=reader.get("moe_shared_expert_intermediate_size", int, 7688),
             latent_size=reader.get_optional("moe_latent_size", int),
             router=router,

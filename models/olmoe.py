@@ -13,22 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.decoder import ConfigT, DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.models.decoder import (
+    PROJECTIONS,
+    ConfigT,
+    DecoderConfig,
+    DecoderModel,
+    Experts,
+    GroupedAttention,
+)
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import build_router, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
+    moe_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ROPE_THETA = 10000.0  # where config.json does not say
 
@@ -44,15 +47,23 @@ class OlmoeConfig(DecoderConfig):
     intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
-    norm_topk_prob: bool
-    attention_bias: bool
+    norm_topk_prob: bool = False
+    attention_bias: bool = False
     clip_qkv: float | None
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_experts)
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise ValueError(f"clip_qkv={self.clip_qkv}: must be positive. Correct config.json.")
+
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax."""
+        top_k, renormalize = self.num_experts_per_tok, self.norm_topk_prob
+        router = router_spec(
+            self.num_experts, self.hidden_size, top_k=top_k, renormalize=renormalize
+        )
+        return Experts(router, self.intermediate_size)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "OlmoeConfig":
@@ -69,11 +80,7 @@ class OlmoeConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=default_theta),
-            intermediate_size=reader.get("intermediate_size", int),
             num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
-            norm_topk_prob=reader.get("norm_topk_prob", bool, False),
-            attention_bias=reader.get("attention_bias", bool, False),
             clip_qkv=clip_qkv,
         )
 
@@ -107,17 +114,6 @@ class Model(DecoderModel):
         """Return attention whose queries and keys are normalised."""
         return Attention(self.config, dtype)
 
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router."""
-        config = self.config
-        router = build_router(
-            config.num_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob),
-        )
-        size, act = config.intermediate_size, config.hidden_act
-        return gated_moe(router, size, dtype, backend, hidden_act=act)
-
 
 def weight_map(config: OlmoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
@@ -129,9 +125,7 @@ def part_rules(config: OlmoeConfig) -> list[Rule]:
     """Return the rules of attention and experts."""
     names = projection_names(has_bias=config.attention_bias, has_norms=True)
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
-    pair = mlp + "experts", moe + "expert_mlps.mlp_op"
     return [
         *(Rule(f"model.layers.{{layer}}.{name}", f"layers.{{layer}}.{name}") for name in names),
-        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-        *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+        *moe_rules(mlp, moe, both_expert_rules(mlp, moe)),
     ]

@@ -9,28 +9,23 @@ Source: transformers, `models/phimoe/modular_phimoe.py`; microsoft/Phi-3.5-MoE-i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import LONGROPE, RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
     block_sparse_rules,
     decoder_map,
     decoder_rules,
     projection_names,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.router import Router
-from neuron_moe.spec import RouterFormula, RouterSpec
 
 ROPE_THETA, JITTER = 1000000.0, 0.01  # where config.json does not say
 CONTEXT = "original_max_position_embeddings"
@@ -51,14 +46,13 @@ class PhimoeConfig(DecoderConfig):
     )
     intermediate_size: int
     num_local_experts: int
-    router_jitter_noise: float
+    router_jitter_noise: float = JITTER
     sliding_window: int | None
-    attention_bias: bool
-    lm_head_bias: bool
+    attention_bias: bool = False
+    lm_head_bias: bool = False
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        _ = self.router_spec
         if self.rope.kind == LONGROPE and len(self.rope.divisors) != self.head_dim // 2:
             raise ValueError(
                 f"short_factor: must be a list of {self.head_dim // 2} numbers, half of head_dim="
@@ -66,13 +60,11 @@ class PhimoeConfig(DecoderConfig):
             )
 
     @property
-    def router_spec(self) -> RouterSpec:
-        """How experts are chosen; raises ValueError where that is not possible."""
-        return RouterSpec(
-            num_experts=self.num_local_experts,
-            hidden_size=self.hidden_size,
-            formula=RouterFormula(top_k=2),
-            mixer_jitter=self.router_jitter_noise,
+    def experts(self) -> Experts:
+        """Experts in every layer."""
+        router = router_spec(self.num_local_experts, self.hidden_size, top_k=2)
+        return Experts(
+            replace(router, mixer_jitter=self.router_jitter_noise), self.intermediate_size
         )
 
     def make_norm(self, size: int, dtype: torch.dtype) -> nn.LayerNorm:
@@ -91,12 +83,6 @@ class PhimoeConfig(DecoderConfig):
             reader,
             rope=rope,
             max_position_embeddings=longest if context is None else min(longest, context),
-            intermediate_size=reader.get("intermediate_size", int),
-            num_local_experts=reader.get("num_local_experts", int),
-            router_jitter_noise=reader.get("router_jitter_noise", float, JITTER),
-            sliding_window=reader.get_optional("sliding_window", int),
-            attention_bias=reader.get("attention_bias", bool, False),
-            lm_head_bias=reader.get("lm_head_bias", bool, False),
         )
 
 
@@ -145,18 +131,6 @@ class Model(DecoderModel):
         super().__init__(config, dtype=dtype, backend=backend)
         if config.lm_head_bias:
             self.lm_head.bias = nn.Parameter(torch.zeros(config.vocab_size, dtype=dtype))
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention."""
-        config = self.config
-        bias, reach = PROJECTIONS if config.attention_bias else (), config.sliding_window
-        return GroupedAttention(config, dtype, reach=Reach(window=reach), bias=bias)
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 router."""
-        config, router = self.config, Router(self.config.router_spec)
-        width, act = config.intermediate_size, config.hidden_act
-        return gated_moe(router, width, dtype, backend, hidden_act=act)
 
 
 def weight_map(config: PhimoeConfig) -> WeightMap:

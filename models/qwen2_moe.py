@@ -10,23 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import DecoderModel, GroupedAttention, check_layer_types
+from neuron_moe.models.decoder import DecoderModel, Experts, check_layer_types
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_shared, gated_moe
-from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts, softmax_router
+from neuron_moe.models.qwen3_moe import Qwen3MoeConfig, read_experts
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
     decoder_rules,
-    mlp_rules,
+    feed_forward_rules,
     shared_sparse_rules,
-    split_layers,
 )
-from neuron_moe.moe import MoE
 
 ROPE_THETA = 10000.0  # where config.json does not say
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -39,6 +34,12 @@ class GatedSharedConfig(Qwen3MoeConfig):
 
     shared_expert_intermediate_size: int
     layer_types: tuple[str, ...]
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of the sparse layers, and a gated shared one."""
+        routed: Experts = Qwen3MoeConfig.experts.__get__(self)
+        return routed._replace(shared_size=self.shared_expert_intermediate_size, is_gated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,11 @@ class Qwen2MoeConfig(GatedSharedConfig):
                 " Correct config.json."
             )
 
+    def reach(self, layer: int) -> Reach:
+        """Return how far back a token sees in a layer."""
+        slides = self.layer_types[layer] == LAYER_TYPES[0]
+        return Reach(window=self.sliding_window if slides else None)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen2MoeConfig":
         """Read config.json as transformers 4.40 to 5.x write it."""
@@ -65,14 +71,12 @@ class Qwen2MoeConfig(GatedSharedConfig):
             for layer in range(reader.get("num_hidden_layers", int))
         )
         window = reader.get_optional("sliding_window", int)
-        shared = "shared_expert_intermediate_size"
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
             attention_bias=reader.get("qkv_bias", bool, True),
             sliding_window=window if slides else None,
             layer_types=reader.get_strings("layer_types") or tuple(usual),
-            shared_expert_intermediate_size=reader.get(shared, int),
             **read_experts(reader),
         )
 
@@ -84,34 +88,7 @@ class Model(DecoderModel):
     """Qwen2-MoE for generation."""
 
     config: Qwen2MoeConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with biases."""
-        config = self.config
-        slides = config.layer_types[layer] == "sliding_attention"
-        return GroupedAttention(
-            config,
-            dtype,
-            reach=Reach(window=config.sliding_window if slides else None),
-            bias=BIASED if config.attention_bias else (),
-        )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a gated shared expert, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
-
-
-def build_feed_forward(
-    config: GatedSharedConfig, layer: int, dtype: torch.dtype, backend: str
-) -> MoE | GatedMLP:
-    """Return a MoE with a float32 softmax router and a gated shared expert, or an MLP."""
-    act = config.hidden_act
-    if layer not in config.sparse_layers:
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype, act)
-    width = config.shared_expert_intermediate_size
-    shared = build_shared(config.hidden_size, width, dtype, act, is_gated=True)
-    size = config.moe_intermediate_size
-    return gated_moe(softmax_router(config), size, dtype, backend, shared, hidden_act=act)
+    biased = BIASED
 
 
 def weight_map(config: Qwen2MoeConfig) -> WeightMap:
@@ -126,9 +103,5 @@ def gated_shared_map(
     config: GatedSharedConfig, rules: list[Rule], ignored: Sequence[str] = ()
 ) -> WeightMap:
     """Map the feed-forward parts to ours, experts one by one or fused, beside what `rules` map."""
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in sparse:
-        rules += shared_sparse_rules(f"model.layers.{layer}.mlp.", f"layers.{layer}.moe.")
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, shared_sparse_rules)
     return decoder_map(config, rules, ignored, expert=config.num_experts)

@@ -21,17 +21,15 @@ from neuron_moe.models.attention import CacheView
 from neuron_moe.models.decoder import (
     DecoderConfig,
     DecoderModel,
+    Experts,
     GroupedAttention,
     Tokens,
     check_layer_types,
     normalise,
 )
 from neuron_moe.models.delta_net import DeltaNetSizes, GatedDeltaNet
-from neuron_moe.models.hf_config import (
-    ConfigReader,
-    read_text_section,
-)
-from neuron_moe.models.layers import OffsetRMSNorm, build_router, build_shared, gated_moe
+from neuron_moe.models.hf_config import ConfigReader, read_text_section
+from neuron_moe.models.layers import OffsetRMSNorm, router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_map,
@@ -39,8 +37,6 @@ from neuron_moe.models.weight_rules import (
     projection_names,
     shared_sparse_rules,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.spec import RouterFormula, check_top_k
 
 ALIASES = ("qwen3_5_moe_text",)
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -74,7 +70,6 @@ class Qwen35MoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_experts)
         check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
 
     @classmethod
@@ -92,13 +87,20 @@ class Qwen35MoeConfig(DecoderConfig):
             reader,
             head_dim=reader.get("head_dim", int),
             rope=rope,
-            moe_intermediate_size=reader.get("moe_intermediate_size", int),
-            shared_expert_intermediate_size=reader.get("shared_expert_intermediate_size", int),
-            num_experts=reader.get("num_experts", int),
-            num_experts_per_tok=reader.get("num_experts_per_tok", int),
             layer_types=read_layer_types(reader),
             linear_attention=read_delta_net(reader),
             num_vision_layers=vision_layers,
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts in every layer, chosen by a softmax, and a gated shared one."""
+        top_k = self.num_experts_per_tok
+        return Experts(
+            router_spec(self.num_experts, self.hidden_size, top_k=top_k, renormalize=True),
+            self.moe_intermediate_size,
+            shared_size=self.shared_expert_intermediate_size,
+            is_gated=True,
         )
 
     def make_norm(self, size: int, dtype: torch.dtype) -> OffsetRMSNorm:
@@ -164,19 +166,6 @@ class Model(DecoderModel):
         memory = GatedDeltaNet(config.linear_attention, config.rms_norm_eps, dtype)
         memory.activation = activation_of(config.hidden_act)
         return memory
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
-        """Return a MoE with a float32 softmax router and a gated shared expert."""
-        config = self.config
-        router = build_router(
-            config.num_experts,
-            config.hidden_size,
-            RouterFormula(top_k=config.num_experts_per_tok, renormalize=True),
-        )
-        width = config.shared_expert_intermediate_size
-        act, inner = config.hidden_act, config.moe_intermediate_size
-        shared = build_shared(config.hidden_size, width, dtype, act, is_gated=True)
-        return gated_moe(router, inner, dtype, backend, shared, hidden_act=act)
 
 
 def weight_map(config: Qwen35MoeConfig) -> WeightMap:

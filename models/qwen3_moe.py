@@ -10,32 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from neuron_moe.checkpoint import Rule, WeightMap, transpose
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.decoder import (
-    DecoderConfig,
-    DecoderModel,
-    GroupedAttention,
-)
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, Experts
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, build_router, gated_moe
+from neuron_moe.models.layers import router_spec
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
-    PROJECTIONS,
+    both_expert_rules,
     decoder_map,
     decoder_rules,
-    either,
-    expert_rules,
-    fused_expert_rules,
-    mlp_rules,
+    feed_forward_rules,
+    moe_rules,
     projection_names,
-    split_layers,
 )
-from neuron_moe.moe import MoE
-from neuron_moe.router import Router
-from neuron_moe.spec import RouterFormula, check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +34,13 @@ class Qwen3MoeConfig(DecoderConfig):
     num_experts: int
     num_experts_per_tok: int
     norm_topk_prob: bool
-    decoder_sparse_step: int
+    decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...]
-    attention_bias: bool
+    attention_bias: bool = False
     sliding_window: int | None
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        check_top_k(self.num_experts_per_tok, self.num_experts)
         if not self.sparse_layers:
             raise ValueError(
                 f"decoder_sparse_step={self.decoder_sparse_step}, mlp_only_layers="
@@ -71,9 +57,19 @@ class Qwen3MoeConfig(DecoderConfig):
         return cls.read(
             reader,
             rope=RopeConfig.from_hf(reader),
-            attention_bias=reader.get("attention_bias", bool, False),
             sliding_window=window if slides else None,
             **read_experts(reader),
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of the sparse layers, chosen by a softmax."""
+        top_k, renormalize = self.num_experts_per_tok, self.norm_topk_prob
+        return Experts(
+            router_spec(self.num_experts, self.hidden_size, top_k=top_k, renormalize=renormalize),
+            self.moe_intermediate_size,
+            layers=self.sparse_layers,
+            dense_size=self.intermediate_size,
         )
 
     @property
@@ -85,14 +81,9 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 def read_experts(reader: ConfigReader) -> dict[str, Any]:
-    """Return the fields of the feed-forward parts, which Qwen2-MoE spells alike."""
+    """Return fields of the feed-forward parts, which Qwen2-MoE spells alike."""
     return {
-        "intermediate_size": reader.get("intermediate_size", int),
-        "moe_intermediate_size": reader.get("moe_intermediate_size", int),
         "num_experts": reader.get_renamed("num_experts", "num_local_experts", int),
-        "num_experts_per_tok": reader.get("num_experts_per_tok", int),
-        "norm_topk_prob": reader.get("norm_topk_prob", bool),
-        "decoder_sparse_step": reader.get("decoder_sparse_step", int, 1),
         "mlp_only_layers": reader.get_ints("mlp_only_layers"),
     }
 
@@ -104,47 +95,15 @@ class Model(DecoderModel):
     """Qwen3-MoE for generation."""
 
     config: Qwen3MoeConfig
-
-    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
-        """Return grouped-query attention with norms on heads."""
-        return GroupedAttention(
-            self.config,
-            dtype,
-            reach=Reach(window=self.config.sliding_window),
-            bias=PROJECTIONS if self.config.attention_bias else (),
-            norms="by head",
-        )
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a float32 softmax router, or an MLP where the layer is dense."""
-        config = self.config
-        if layer not in config.sparse_layers:
-            return GatedMLP(config.hidden_size, config.intermediate_size, dtype, config.hidden_act)
-        size = config.moe_intermediate_size
-        return gated_moe(softmax_router(config), size, dtype, backend, hidden_act=config.hidden_act)
-
-
-def softmax_router(config: Qwen3MoeConfig) -> Router:
-    """Return the router of a sparse layer, in float32."""
-    return build_router(
-        config.num_experts,
-        config.hidden_size,
-        RouterFormula(top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob),
-    )
+    norms = "by head"
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     rules = decoder_rules(projection_names(has_bias=config.attention_bias, has_norms=True))
-    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
-    for layer in sparse:
-        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
-        names = mlp + "experts", moe + "expert_mlps.mlp_op"
-        fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
-        rules += [
-            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *either(separate=expert_rules(*names), fused=fused),
-        ]
-    for layer in dense:
-        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    rules += feed_forward_rules(config.sparse_layers, config.num_hidden_layers, _sparse_rules)
     return decoder_map(config, rules, expert=config.num_experts)
+
+
+def _sparse_rules(mlp: str, moe: str) -> list[Rule]:
+    return moe_rules(mlp, moe, both_expert_rules(mlp, moe))

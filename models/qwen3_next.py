@@ -17,8 +17,8 @@ from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models.decoder import DecoderModel, check_layer_types
 from neuron_moe.models.delta_net import DeltaNetSizes, GatedDeltaNet
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP, OffsetRMSNorm
-from neuron_moe.models.qwen2_moe import GatedSharedConfig, build_feed_forward, gated_shared_map
+from neuron_moe.models.layers import OffsetRMSNorm
+from neuron_moe.models.qwen2_moe import GatedSharedConfig, gated_shared_map
 from neuron_moe.models.qwen3_5_moe import (
     LAYER_TYPES,
     ROTATED_PART,
@@ -31,7 +31,6 @@ from neuron_moe.models.qwen3_5_moe import (
 from neuron_moe.models.qwen3_moe import read_experts
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_rules
-from neuron_moe.moe import MoE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,6 @@ class Qwen3NextConfig(GatedSharedConfig):
         reader = ConfigReader.of_family(config, "qwen3_next")
         reader.require("attention_bias", False)
         reader.require("use_sliding_window", False)
-        shared = "shared_expert_intermediate_size"
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
@@ -63,7 +61,6 @@ class Qwen3NextConfig(GatedSharedConfig):
             sliding_window=None,
             layer_types=read_layer_types(reader),
             linear_attention=read_delta_net(reader),
-            shared_expert_intermediate_size=reader.get(shared, int),
             **read_experts(reader),
         )
 
@@ -89,10 +86,6 @@ class Model(DecoderModel):
         memory = GatedDeltaNet(sizes, eps, dtype, is_fused=True)
         memory.activation = activation_of(config.hidden_act)
         return memory
-
-    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
-        """Return a MoE with a gated shared expert, or an MLP where the layer is dense."""
-        return build_feed_forward(self.config, layer, dtype, backend)
 
 
 def weight_map(config: Qwen3NextConfig) -> WeightMap:

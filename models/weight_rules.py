@@ -3,7 +3,7 @@
 Letters: E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from neuron_moe.checkpoint import (
@@ -15,7 +15,7 @@ from neuron_moe.checkpoint import (
     identity,
     transpose,
 )
-from neuron_moe.models.decoder import DecoderConfig
+from neuron_moe.models.decoder import PROJECTIONS, DecoderConfig
 
 _HEAD = "lm_head.weight"
 # What transformers' modules call a layer's parts, by ours, the longest first.
@@ -25,7 +25,7 @@ _MODULES = {
     "moe.expert_mlps.mlp_op.": "mlp.experts.",
     "moe.": "mlp.",
 }
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def projection_names(
@@ -92,9 +92,67 @@ def decoder_map(
     return WeightMap(rules, sizes, ignored, blocks or {})
 
 
-def expert_rules(
-    source: str, target: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+def moe_rules(
+    mlp: str,
+    moe: str,
+    experts: Sequence[Rule],
+    *,
+    router: str = "gate.weight",
+    bias: str = "",
+    shared: str = "",
 ) -> list[Rule]:
+    """Return the rules of a layer with experts.
+
+    Args:
+        mlp: what published names begin with.
+        moe: the same of ours.
+        experts: rules of the experts, and of what else there is.
+        router: published name of its weight.
+        bias: of the bias that helps to choose; "" for none, and so the next.
+        shared: of the shared experts.
+    """
+    ours = moe + "router.e_score_correction_bias"
+    return [
+        Rule(mlp + router, moe + "router.linear_router.weight"),
+        *([Rule(mlp + bias, ours, is_exact=True)] if bias else ()),
+        *(mlp_rules(mlp + shared, moe + "shared_experts") if shared else ()),
+        *experts,
+    ]
+
+
+def both_expert_rules(mlp: str, moe: str, names: Sequence[str] = MLP) -> list[Rule]:
+    """Return the rules of experts published one by one, or fused as transformers 5 has them."""
+    pair = mlp + "experts", moe + "expert_mlps.mlp_op"
+    return either(separate=expert_rules(*pair, names), fused=fused_expert_rules(*pair, transpose))
+
+
+def feed_forward_rules(
+    sparse: Sequence[int],
+    num_layers: int,
+    of_sparse: Callable[[str, str], list[Rule]],
+    source: str = "model.layers.{layer}.mlp",
+    names: Sequence[str] = MLP,
+) -> list[Rule]:
+    """Return the rules of all feed-forward parts, dense ones first.
+
+    Args:
+        sparse: layers with experts.
+        num_layers: of all.
+        of_sparse: returns those of one with experts, given what published names and ours begin
+            with.
+        source: published name of the part.
+        names: published names of gate, up and down of dense ones.
+    """
+    with_experts, dense = split_layers(sparse, num_layers)
+    rules = []
+    for layer in dense:
+        rules += mlp_rules(source.replace("{layer}", layer), f"layers.{layer}.mlp", names)
+    for layer in with_experts:
+        rules += of_sparse(source.replace("{layer}", layer) + ".", f"layers.{layer}.moe.")
+    return rules
+
+
+def expert_rules(source: str, target: str, names: Sequence[str] = MLP) -> list[Rule]:
     """Return the rules of experts published one by one, [I, H] twice and [H, I], without biases.
 
     Args:
@@ -145,10 +203,10 @@ def block_sparse_rules(router: str = "gate") -> list[Rule]:
     )
 
 
-def mlp_rules(source: str, target: str) -> list[Rule]:
-    """Return the rules of gate_proj, up_proj and down_proj, which keep their names."""
-    names = (f"{name}_proj.weight" for name in ("gate", "up", "down"))
-    return [Rule(f"{source}.{name}", f"{target}.{name}") for name in names]
+def mlp_rules(source: str, target: str, names: Sequence[str] = MLP) -> list[Rule]:
+    """Return the rules of gate_proj, up_proj and down_proj, which may be published by others."""
+    pairs = zip(names, MLP, strict=True)
+    return [Rule(f"{source}.{old}.weight", f"{target}.{new}.weight") for old, new in pairs]
 
 
 def either(**variants: Sequence[Rule]) -> list[Rule]:

@@ -342,7 +342,7 @@ EQUIVALENT = (
         "behind the last instruction nothing changes",
     ),
     Equivalent(
-        "nki_kernels/prefill/stages.py",
+        "nki_kernels/prefill/mx_stages.py",
         "copy_alternating(outer_sb, rows_ps, turn + 1)",
         "copy_alternating(outer_sb, rows_ps, turn - 1)",
         "two engines take turns, and sum and difference leave the same rest",

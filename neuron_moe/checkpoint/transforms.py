@@ -212,11 +212,6 @@ class FirstOf(Transform):
         return (torch.cat((tensor, filler)),)
 
 
-def first_of(count: int, published: int) -> Transform:
-    """Return the transform that takes the first `count` of `published` rows; see `FirstOf`."""
-    return FirstOf(count, published)
-
-
 class DeinterleaveGateUp(Transform):
     """Split gate and up, alternating along the last axis, into two halves, gate first.
 
@@ -409,11 +404,6 @@ class SplitRows(Transform):
         return (tensor.flatten(0, 1),)
 
 
-def split_rows(num_parts: int) -> Transform:
-    """Return the transform that cuts [E * I, H] into [E, I, H], E = `num_parts`."""
-    return SplitRows(num_parts)
-
-
 class ScaleAlong(Transform):
     """Multiply a tensor along one axis with a vector that is published beside it, in float32.
 
@@ -461,15 +451,13 @@ class ScaleAlong(Transform):
         return tensor, tensor.new_full((tensor.shape[self.axis],), 1 / self.factor)
 
 
-def scale_along(axis: int, factor: float = 1.0) -> Transform:
-    """Return the transform that multiplies [.., N, ..] with [N] and a factor; see `ScaleAlong`."""
-    return ScaleAlong(axis, factor)
-
-
 class Chain(Transform):
     """Apply several transforms one after the other.
 
     Those before one that takes several sources are applied to each source.
+
+    Raises:
+        ValueError: more than one takes several sources.
 
     Example:
         >>> chain(transpose, deinterleave_gate_up)(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
@@ -508,15 +496,6 @@ class Chain(Transform):
         return tensors
 
 
-def chain(*steps: Transform) -> Transform:
-    """Return the transform that applies the given ones in order.
-
-    Raises:
-        ValueError: if more than one takes several sources.
-    """
-    return Chain(*steps)
-
-
 identity = Identity()
 whole_numbers = WholeNumbers()
 transpose = Transpose()
@@ -525,6 +504,7 @@ concat_gate_up = Concat(2, -2)
 concat_mixed = Concat(3, 0)  # of queries, keys and values
 mxfp4 = Mxfp4()
 only_row = OnlyRow()
+first_of, split_rows, scale_along, chain = FirstOf, SplitRows, ScaleAlong, Chain
 
 
 def invert_in_parts(transform: Transform, tensor: Tensor) -> tuple[Tensor, ...]:

@@ -34,6 +34,8 @@ _BYTES_ONLY = (
     torch.float8_e8m0fnu,
 )
 
+_Way = Callable[[Tensor], Tensor]
+
 
 @runtime_checkable
 class Collectives(Protocol):
@@ -84,13 +86,7 @@ class SingleRank:
         """Return x."""
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return x
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return x
+    all_gather = reduce_scatter = all_reduce
 
     def all_to_all(
         self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
@@ -224,7 +220,11 @@ def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Te
     if group.size == 1:
         return x
     if is_recorded(x):
-        return _apply(_GatherRows, group, tuple(lengths), x)
+        return _moved(
+            x,
+            lambda x: all_gather_rows(group, x, lengths),
+            lambda gradient: reduce_scatter_rows(group, gradient, lengths),
+        )
     longest = max(lengths)
     gathered = group.all_gather(_pad_rows(x, longest))
     if min(lengths) == longest:
@@ -244,7 +244,11 @@ def reduce_scatter_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -
     if group.size == 1:
         return x
     if is_recorded(x):
-        return _apply(_ScatterRows, group, tuple(lengths), x)
+        return _moved(
+            x,
+            lambda x: reduce_scatter_rows(group, x, lengths),
+            lambda gradient: all_gather_rows(group, gradient, lengths),
+        )
     longest = max(lengths)
     if min(lengths) < longest:
         x = torch.cat([_pad_rows(part, longest) for part in torch.split(x, list(lengths))])
@@ -265,8 +269,11 @@ def all_to_all_rows(
     if group.size == 1:
         return x
     if is_recorded(x):
-        counts = tuple(send_counts), tuple(receive_counts)
-        return _apply(_ExchangeRows, group, *counts, x)
+        return _moved(
+            x,
+            lambda x: group.all_to_all(x, send_counts, receive_counts),
+            lambda gradient: group.all_to_all(gradient, receive_counts, send_counts),
+        )
     return group.all_to_all(x, send_counts, receive_counts)
 
 
@@ -279,7 +286,7 @@ def enter_common(group: Collectives, x: Tensor) -> Tensor:
     """
     if group.size == 1 or not is_recorded(x):
         return x
-    return _apply(_EnterCommon, group, x)
+    return _moved(x, lambda x: x.view_as(x), group.all_reduce)
 
 
 def sum_common(group: Collectives, x: Tensor) -> Tensor:
@@ -292,7 +299,7 @@ def sum_common(group: Collectives, x: Tensor) -> Tensor:
     if group.size == 1:
         return x
     if is_recorded(x):
-        return _apply(_SumCommon, group, x)
+        return _moved(x, group.all_reduce, lambda gradient: gradient)
     return group.all_reduce(x)
 
 
@@ -306,7 +313,12 @@ def gather_common(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Tens
     """
     if group.size == 1 or not is_recorded(x):
         return all_gather_rows(group, x, lengths)
-    return _apply(_GatherCommon, group, tuple(lengths), x)
+    start, length = sum(lengths[: group.rank]), lengths[group.rank]
+    return _moved(
+        x,
+        lambda x: all_gather_rows(group, x, lengths),
+        lambda gradient: gradient[start : start + length],
+    )
 
 
 def share_common(group: Collectives, x: Tensor) -> Tensor:
@@ -320,7 +332,7 @@ def share_common(group: Collectives, x: Tensor) -> Tensor:
     """
     if group.size == 1 or not is_recorded(x):
         return x
-    return _apply(_ShareCommon, group.size, x)
+    return _moved(x, lambda x: x.view_as(x), lambda gradient: gradient / group.size)
 
 
 def gather_lengths(group: Collectives, length: int, device: torch.device) -> tuple[int, ...]:
@@ -354,104 +366,31 @@ def _check_sums(x: Tensor) -> None:
         )
 
 
-class _StopGradient(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor, output: Tensor) -> Tensor:
-        return output
+    def forward(ctx: Any, x: Tensor, there: _Way, back: _Way) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        raise NotImplementedError(
-            "backward through a method of Collectives: it moves numbers alone. Call the"
-            " function of neuron_moe.parallel.collectives that takes the group instead."
-        )
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
-def _apply(function: type[torch.autograd.Function], *operands: object) -> Tensor:
-    result: Tensor = function.apply(*operands)  # type: ignore[no-untyped-call]
+def _moved(x: Tensor, there: _Way, back: _Way) -> Tensor:
+    """Return what `there` makes of x; its gradient goes the way `back`."""
+    result: Tensor = _Moved.apply(x, there, back)  # type: ignore[no-untyped-call]
     return result
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, lengths: tuple[int, ...], x: Tensor) -> Tensor:
-        ctx.group, ctx.lengths = group, lengths
-        return all_gather_rows(group, x, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, reduce_scatter_rows(ctx.group, gradients[0], ctx.lengths)
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, lengths: tuple[int, ...], x: Tensor) -> Tensor:
-        ctx.group, ctx.lengths = group, lengths
-        return reduce_scatter_rows(group, x, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, all_gather_rows(ctx.group, gradients[0], ctx.lengths)
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, group: Collectives, sent: tuple[int, ...], received: tuple[int, ...], x: Tensor
-    ) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return group.all_to_all(x, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, Tensor]:
-        back = ctx.group.all_to_all(gradients[0], ctx.received, ctx.sent)
-        return None, None, None, back
-
-
-class _EnterCommon(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, x: Tensor) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.group.all_reduce(gradients[0])
-
-
-class _SumCommon(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, x: Tensor) -> Tensor:
-        return group.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, gradients[0]
-
-
-class _GatherCommon(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, lengths: tuple[int, ...], x: Tensor) -> Tensor:
-        ctx.start, ctx.length = sum(lengths[: group.rank]), lengths[group.rank]
-        return all_gather_rows(group, x, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, gradients[0][ctx.start : ctx.start + ctx.length]
-
-
-class _ShareCommon(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, size: int, x: Tensor) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, gradients[0] / ctx.size
+def _refuse_gradient(gradient: Tensor) -> Tensor:
+    raise NotImplementedError(
+        "backward through a method of Collectives: it moves numbers alone. Call the"
+        " function of neuron_moe.parallel.collectives that takes the group instead."
+    )
 
 
 def _without_gradient(source: Tensor, output: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and source.requires_grad):
         return output
-    return _apply(_StopGradient, source, output)
+    return _moved(source, lambda _source: output, _refuse_gradient)

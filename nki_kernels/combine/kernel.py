@@ -52,10 +52,11 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims, sums_nothing
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.arithmetic import apply_two, apply_with
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.rank_sums import end_portion, make_rows
 from nki_kernels.common.slot_sums import piece_size
-from nki_kernels.common.tiles import identity
+from nki_kernels.common.tiles import identity, multiply_banks
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -170,14 +171,8 @@ def real_rows(first_sb: nl.ndarray, num_slots: int, dims: CombineDims) -> nl.nda
     if not dims.has_no_expert:
         return first_sb
     below_sb = nl.ndarray(first_sb.shape, nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=below_sb,
-        data=first_sb,
-        op0=nl.less,
-        operand0=0.0,
-        op1=nl.multiply,
-        operand1=float(num_slots if dims.missing == "spare" else _NO_ROW),
-    )
+    added = float(num_slots if dims.missing == "spare" else _NO_ROW)
+    apply_two(below_sb, first_sb, nl.less, 0.0, nl.multiply, added)
     real_sb = nl.ndarray(first_sb.shape, nl.int32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=real_sb, data1=first_sb, data2=below_sb, op=nl.add)
     return real_sb
@@ -326,14 +321,8 @@ def weigh(
         for index in range(len(gathered)):
             terms = diagonals[index // num_parts]
             for term in range(len(terms)):
-                for start in range(0, group_width, BANK_FLOATS):
-                    columns = slice(group + start, group + min(start + BANK_FLOATS, group_width))
-                    nisa.nc_matmul(
-                        dst=total_ps[:, start : min(start + BANK_FLOATS, group_width)],
-                        stationary=terms[term],
-                        moving=gathered[index][:, columns],
-                        accumulate=index + term > 0,
-                    )
+                rows_sb = gathered[index][:, group : group + group_width]
+                multiply_banks(total_ps, terms[term], rows_sb, index + term > 0)
         _empty(total_sb[:, group : group + group_width], total_ps, beside, group)
     return total_sb
 
@@ -346,14 +335,7 @@ def _scale(
     if not beside.columns:
         nisa.tensor_scalar(dst=total_sb, data=row_sb, op0=nl.multiply, operand0=weight_sb)
     for column in beside.columns:
-        nisa.tensor_scalar(
-            dst=total_sb,
-            data=row_sb,
-            op0=nl.multiply,
-            operand0=weight_sb,
-            op1=nl.add,
-            operand1=column,
-        )
+        apply_two(total_sb, row_sb, nl.multiply, weight_sb, nl.add, column)
     return total_sb
 
 
@@ -389,23 +371,9 @@ def _add_rows(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start
             next_sb = nl.ndarray(total_ps.shape, nl.float32, buffer=nl.sbuf)
         rows_sb = beside.added[number][:, start : start + width]
         if is_last and beside.gates:
-            nisa.scalar_tensor_tensor(
-                dst=next_sb,
-                data=rows_sb,
-                op0=nl.multiply,
-                operand0=beside.gates[0],
-                op1=nl.add,
-                operand1=partial,
-            )
+            apply_with(next_sb, rows_sb, nl.multiply, beside.gates[0], nl.add, partial)
         elif number == 0 and beside.columns:
-            nisa.scalar_tensor_tensor(
-                dst=next_sb,
-                data=partial,
-                op0=nl.add,
-                operand0=beside.columns[0],
-                op1=nl.add,
-                operand1=rows_sb,
-            )
+            apply_with(next_sb, partial, nl.add, beside.columns[0], nl.add, rows_sb)
         else:
             nisa.tensor_tensor(dst=next_sb, data1=partial, data2=rows_sb, op=nl.add)
         partial = next_sb

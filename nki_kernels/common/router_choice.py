@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_two
 from nki_kernels.common.chip import BANK_FLOATS
 from nki_kernels.common.formula import ROUTER_ACTIVATIONS, RouterFormula
 
@@ -191,14 +192,7 @@ def weigh(
         nisa.tensor_reduce(dst=sum_sb, op=nl.add, data=weights, axis=1)
         nisa.tensor_scalar(dst=sum_sb, data=sum_sb, op0=nl.add, operand0=formula.renormalize_eps)
         nisa.reciprocal(dst=sum_sb, data=sum_sb)
-        nisa.tensor_scalar(
-            dst=weights,
-            data=weights,
-            op0=nl.multiply,
-            operand0=sum_sb,
-            op1=nl.multiply,
-            operand1=formula.routed_scaling_factor,
-        )
+        apply_two(weights, weights, nl.multiply, sum_sb, nl.multiply, formula.routed_scaling_factor)
     else:
         _scale(weights, formula)
 

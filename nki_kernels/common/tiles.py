@@ -11,8 +11,9 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.arithmetic import apply_two, apply_with
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.formula import LEAKY_SLOPE, ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
@@ -226,14 +227,7 @@ def finish_gate(
     """
     if formula.activation == "leaky_relu":
         # max(slope x, x): the slope is below 1.
-        nisa.scalar_tensor_tensor(
-            dst=dst_sb,
-            data=activated_sb,
-            op0=nl.multiply,
-            operand0=LEAKY_SLOPE,
-            op1=nl.maximum,
-            operand1=activated_sb,
-        )
+        apply_with(dst_sb, activated_sb, nl.multiply, LEAKY_SLOPE, nl.maximum, activated_sb)
     elif not formula.gates_itself:
         nisa.tensor_tensor(dst=dst_sb, data1=activated_sb, data2=activated_sb, op=nl.multiply)
     elif formula.gate_softcap == 0.0:
@@ -286,14 +280,7 @@ def apply_chain(
     source = data
     for k in range(0, len(operators), 2):
         if k + 1 < len(operators):
-            nisa.tensor_scalar(
-                dst=dst_sb,
-                data=source,
-                op0=operators[k],
-                operand0=operands[k],
-                op1=operators[k + 1],
-                operand1=operands[k + 1],
-            )
+            apply_two(dst_sb, source, operators[k], operands[k], operators[k + 1], operands[k + 1])
         else:
             nisa.tensor_scalar(dst=dst_sb, data=source, op0=operators[k], operand0=operands[k])
         source = dst_sb
@@ -314,14 +301,7 @@ def multiply_chain(
         nisa.tensor_tensor(dst=dst_sb, data1=data, data2=other_sb, op=nl.multiply)
         return
     source = apply_chain(scratch_sb, data, operators[0:last], operands[0:last])
-    nisa.scalar_tensor_tensor(
-        dst=dst_sb,
-        data=source,
-        op0=operators[last],
-        operand0=operands[last],
-        op1=nl.multiply,
-        operand1=other_sb,
-    )
+    apply_with(dst_sb, source, operators[last], operands[last], nl.multiply, other_sb)
 
 
 def multiply_banks(
@@ -338,6 +318,22 @@ def multiply_banks(
             moving=moving[:, bank],
             accumulate=accumulate,
         )
+
+
+def swap_with_other(src_sb: nl.NkiTensor, dst_sb: nl.NkiTensor, core: int, size: int) -> None:
+    """Send a tile to the other core of two, which sends its own, of so many bytes a partition.
+
+    A few bytes go through GpSimd, in less time than a DMA takes to start.
+    """
+    is_short = size <= GPSIMD_BYTES
+    nisa.sendrecv(
+        src=src_sb,
+        dst=dst_sb,
+        send_to_rank=1 - core,
+        recv_from_rank=1 - core,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if is_short else nisa.dma_engine.dma,
+    )
 
 
 def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:

@@ -88,27 +88,27 @@ def token_rows(
 
 def load_per_token(values_sb: nl.ndarray, tensor_TX: nl.ndarray, tokens: TokenTiles) -> None:
     """Load [T, X] values: partition p of `values_sb` [128, count * X] gets those of its tokens."""
-    width = tensor_TX.shape[1]
-    start = tokens.first * width
-    run = tokens.count * width
-    if tokens.full > 0:
-        source = tensor_TX.ap([[run, tokens.full], [1, run]], offset=start)
-        nisa.dma_copy(dst=values_sb[0 : tokens.full, 0:run], src=source)
-    if tokens.rest > 0:
-        rest = tokens.rest * width
-        source = tensor_TX.ap([[run, 1], [1, rest]], offset=start + tokens.full * run)
-        nisa.dma_copy(dst=values_sb[tokens.full : tokens.full + 1, 0:rest], src=source)
+    for place in _per_token(tensor_TX, values_sb, tokens):
+        nisa.dma_copy(dst=place[1], src=place[0])
 
 
 def store_per_token(tensor_TX: nl.ndarray, values_sb: nl.ndarray, tokens: TokenTiles) -> None:
     """Store what `load_per_token` would load."""
-    width = tensor_TX.shape[1]
-    start = tokens.first * width
-    run = tokens.count * width
-    if tokens.full > 0:
-        target = tensor_TX.ap([[run, tokens.full], [1, run]], offset=start)
-        nisa.dma_copy(dst=target, src=values_sb[0 : tokens.full, 0:run])
+    for place in _per_token(tensor_TX, values_sb, tokens):
+        nisa.dma_copy(dst=place[0], src=place[1])
+
+
+def _per_token(
+    tensor_TX: nl.ndarray, values_sb: nl.ndarray, tokens: TokenTiles
+) -> list[tuple[nl.ndarray, nl.ndarray]]:
+    """Return where values are in HBM and on chip: of full partitions, and of the one behind."""
+    width, places = tensor_TX.shape[1], []
+    start, run, full = tokens.first * width, tokens.count * width, tokens.full
+    if full > 0:
+        there = tensor_TX.ap([[run, full], [1, run]], offset=start)
+        places.append((there, values_sb[0:full, 0:run]))
     if tokens.rest > 0:
         rest = tokens.rest * width
-        target = tensor_TX.ap([[run, 1], [1, rest]], offset=start + tokens.full * run)
-        nisa.dma_copy(dst=target, src=values_sb[tokens.full : tokens.full + 1, 0:rest])
+        there = tensor_TX.ap([[run, 1], [1, rest]], offset=start + full * run)
+        places.append((there, values_sb[full : full + 1, 0:rest]))
+    return places

@@ -48,12 +48,16 @@ class SumBuffers(NKIObject):
     """y as it is added up, and the PSUM that the rest of a kernel shares.
 
     Attributes:
+        config: what the kernel is compiled for.
+        core: number of this core.
         total_sb: y^T [h, H/h, T], or rows [T, H], float32.
         order: numbers of the banks that y takes, in which an expert's part of it is made. Of rows
             those come first whose sums the other core waits for at the end.
         work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
     """
 
+    config: DecodeConfig
+    core: int
     total_sb: nl.NkiTensor
     order: list[int]
     work_ps: list[nl.NkiTensor]
@@ -102,6 +106,8 @@ class DecodeBuffers(NKIObject):
     """What computing experts takes; sizes are those of `expert_table`.
 
     Attributes:
+        config: what the kernel is compiled for.
+        x: the experts in HBM.
         sums: y.
         banks: parts of PSUM.
         gate_up, down, gate_up_bias, gate_up_scale, down_bias, down_scale: per weight buffer.
@@ -117,6 +123,8 @@ class DecodeBuffers(NKIObject):
         mx: quantised activations.
     """
 
+    config: DecodeConfig
+    x: DecodeOperands
     sums: SumBuffers
     banks: ExpertBanks
     gate_up: list[nl.NkiTensor]
@@ -148,7 +156,7 @@ def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     total_sb = allocate(token_table(config).total)[0]
     order = numbers[begin : len(numbers)] + numbers[0:begin]
-    return SumBuffers(total_sb, order, banks)
+    return SumBuffers(config, core, total_sb, order, banks)
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
@@ -197,7 +205,7 @@ def _from_end(bank_ps: nl.NkiTensor, size: int, position: int) -> list[nl.NkiTen
     return made
 
 
-def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
+def make_buffers(config: DecodeConfig, x: DecodeOperands, sums: SumBuffers) -> DecodeBuffers:
     """Allocate what computing experts takes, with PSUM out of `sums`."""
     table = expert_table(config)
     banks = _share_banks(config, sums)
@@ -212,6 +220,8 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         for up_sb in up:
             nisa.memset(dst=up_sb, value=1.0, engine=nisa.engine.gpsimd)
     return DecodeBuffers(
+        config=config,
+        x=x,
         sums=sums,
         banks=banks,
         gate_up=gate_up,

@@ -8,10 +8,10 @@ other halves of their partial sums. Sums that are rows have an epilogue of their
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.rank_sums import sum_on_chip
-from nki_kernels.common.tiles import copy_alternating, transpose_rows
+from nki_kernels.common.tiles import copy_alternating, swap_with_other, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
@@ -43,10 +43,9 @@ def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor
     return tiles
 
 
-def transpose_tokens(
-    config: DecodeConfig, sums: SumBuffers, row_tiles: list[nl.NkiTensor]
-) -> nl.NkiTensor:
+def transpose_tokens(sums: SumBuffers, row_tiles: list[nl.NkiTensor]) -> nl.NkiTensor:
     """Return x^T as a [h, H/h, T] view of what `load_tokens` gives."""
+    config = sums.config
     h_axis = config.h_axis
     # Loaded as [h, T, H/h]: x^T but for the order of the axes, which matmuls read with a stride.
     if is_direct_in(config):
@@ -89,43 +88,41 @@ def _load_directly(
         )
 
 
-def finish(config: DecodeConfig, sums: SumBuffers, core: int, epilogue: Epilogue) -> None:
+def finish(sums: SumBuffers, epilogue: Epilogue) -> None:
     """Add the cores' partial sums and the residual, round once, add up the ranks' on chip, store.
 
     Args:
-        config: sizes.
         sums: this core's y^T.
-        core: number of this core.
         epilogue: what is added, and where it is stored.
     """
+    config = sums.config
     if config.gives_rows:
-        finish_rows(config, sums, core, epilogue)
+        finish_rows(sums, epilogue)
         return
     T, size, first, skipped = config.T, config.T, 0, 0
     if config.num_cores > 1:
         size = (T + 1) // 2
-        first = core * (T - size)
+        first = sums.core * (T - size)
         # Of an odd number the token in the middle is on both cores; core 0 stores it.
-        skipped = core * (2 * size - T)
+        skipped = sums.core * (2 * size - T)
     if not is_direct_out(config, size):
-        _store_rows(config, sums, epilogue, core, size, first, skipped)
+        _store_rows(sums, epilogue, size, first, skipped)
         return
     part_sb = sums.total_sb
     if config.num_cores > 1:
-        part_sb = _add_other_half(config, sums, core, size, len(epilogue.residuals) > 0)
+        part_sb = _add_other_half(sums, size, len(epilogue.residuals) > 0)
     if size > skipped or epilogue.ranks.collective == "all_reduce":  # which both cores join
         _store_directly(config, part_sb, epilogue, first, skipped)
 
 
-def _add_other_half(
-    config: DecodeConfig, sums: SumBuffers, core: int, size: int, has_residual: bool
-) -> nl.NkiTensor:
+def _add_other_half(sums: SumBuffers, size: int, has_residual: bool) -> nl.NkiTensor:
     """Exchange halves of y^T, `size` tokens each way; return the sum of one's own, [h, H/h, size].
 
     Where nothing is to be added any more, it is rounded, and in the order of the rows.
     """
+    config = sums.config
     apart_sb = allocate(ends_table(config).received)[0]
-    own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, (0, config.h_axis.count))
+    own_sb, received_sb = _exchange(sums, apart_sb, size, (0, config.h_axis.count))
     part_sb = own_sb
     if not has_residual:
         part_sb = allocate(ends_table(config).stored)[0].permute((0, 2, 1))
@@ -134,12 +131,7 @@ def _add_other_half(
 
 
 def _exchange(
-    config: DecodeConfig,
-    sums: SumBuffers,
-    apart_sb: nl.NkiTensor,
-    core: int,
-    size: int,
-    piece: tuple[int, int],
+    sums: SumBuffers, apart_sb: nl.NkiTensor, size: int, piece: tuple[int, int]
 ) -> tuple[nl.NkiTensor, nl.NkiTensor]:
     """Exchange some tiles of y^T, `size` tokens each way; return one's own and the other's sums.
 
@@ -147,25 +139,16 @@ def _exchange(
         config, sums: sizes, this core's y^T.
         apart_sb: [h, H/h, T] for what comes. Both sides of an exchange have the same layout, with
             the same gaps.
-        core: number of this core.
         size: tokens.
         piece: first tile and the one after the last.
     """
+    config = sums.config
     rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
     low, high = piece
-    other = 1 - core
-    first, theirs = core * (T - size), other * (T - size)
+    first, theirs = sums.core * (T - size), (1 - sums.core) * (T - size)
     received_sb = apart_sb[0:rows, low:high, 0:size]
-    # A few bytes go through GpSimd, in less time than a DMA takes to start.
-    by_gpsimd = count * size * 4 <= GPSIMD_BYTES
-    nisa.sendrecv(
-        src=sums.total_sb[0:rows, low:high, theirs : theirs + size],
-        dst=received_sb,
-        send_to_rank=other,
-        recv_from_rank=other,
-        pipe_id=0,
-        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
-    )
+    sent_sb = sums.total_sb[0:rows, low:high, theirs : theirs + size]
+    swap_with_other(sent_sb, received_sb, sums.core, count * size * 4)
     return sums.total_sb[0:rows, low:high, first : first + size], received_sb
 
 
@@ -221,20 +204,13 @@ def _store_directly(
             )
 
 
-def _store_rows(
-    config: DecodeConfig,
-    sums: SumBuffers,
-    epilogue: Epilogue,
-    core: int,
-    size: int,
-    first: int,
-    skipped: int,
-) -> None:
+def _store_rows(sums: SumBuffers, epilogue: Epilogue, size: int, first: int, skipped: int) -> None:
     """Transpose y^T into rows on the tensor engine, 128 tokens at a time; add up ranks; store.
 
     Half of the tiles of the axis are added up and transposed while the others are exchanged. Rows
     on chip are as wide as the tiles of the axis together; what is past H is not stored.
     """
+    config = sums.config
     H, count = config.H, config.h_axis.count
     half = min(count, -(-count // (2 * _TRANSPOSED_TILES)) * _TRANSPOSED_TILES)
     pieces = [(0, half)]
@@ -258,12 +234,12 @@ def _store_rows(
             residual_tiles.append(residual_sb)
         for piece in pieces:
             for apart_sb in apart:  # all tokens of one of two cores are in one tile
-                _add_piece(config, sums, apart_sb, core, size, piece)
+                _add_piece(sums, apart_sb, size, piece)
             if low < tokens:
                 part_sb = sums.total_sb[
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
                 ]
-                _transpose_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
+                _transpose_sums(sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
         if low == tokens and epilogue.ranks.collective == "all_reduce":
             nisa.memset(dst=rows_sb, value=0.0)  # both cores join a sum
         rows_sb = sum_on_chip(epilogue.ranks, rows_sb[0:tokens, 0:H])
@@ -277,16 +253,9 @@ def _store_rows(
                 )
 
 
-def _add_piece(
-    config: DecodeConfig,
-    sums: SumBuffers,
-    apart_sb: nl.NkiTensor,
-    core: int,
-    size: int,
-    piece: tuple[int, int],
-) -> None:
+def _add_piece(sums: SumBuffers, apart_sb: nl.NkiTensor, size: int, piece: tuple[int, int]) -> None:
     """Exchange some tiles of y^T and add them up, on two engines in turn; see `_exchange`."""
-    own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, piece)
+    own_sb, received_sb = _exchange(sums, apart_sb, size, piece)
     rows, count = own_sb.shape[0], own_sb.shape[1]
     engines = (nisa.engine.vector, nisa.engine.gpsimd)
     for tile in range(0, count, _TRANSPOSED_TILES):
@@ -302,7 +271,6 @@ def _add_piece(
 
 
 def _transpose_sums(
-    config: DecodeConfig,
     sums: SumBuffers,
     rows_sb: nl.NkiTensor,
     part_sb: nl.NkiTensor,
@@ -313,7 +281,7 @@ def _transpose_sums(
     """Transpose tiles low .. high of some tokens' y^T into columns of rows [tokens, width], a PSUM
     bank of tiles per eviction.
     """
-    axis, tokens, width = config.h_axis, rows_sb.shape[0], rows_sb.shape[1]
+    axis, tokens, width = sums.config.h_axis, rows_sb.shape[0], rows_sb.shape[1]
     rows, count = axis.rows, axis.count
     tiles = _TRANSPOSED_TILES
     for tile in range(low, high, tiles):

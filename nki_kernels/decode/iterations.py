@@ -9,7 +9,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
+from nki_kernels.decode.buffers import DecodeBuffers
 from nki_kernels.decode.config import DecodeConfig, entry_stride
 from nki_kernels.decode.list import Listed
 from nki_kernels.decode.out import keep_scales, project_out
@@ -52,10 +52,9 @@ def known_entries(
     return Entries(experts, routing.weights, routing.inputs, column, stride)
 
 
-def look_up(
-    config: DecodeConfig, b: DecodeBuffers, routing: Listed, iteration: Iteration, position: Any
-) -> Entries:
+def look_up(b: DecodeBuffers, routing: Listed, iteration: Iteration, position: Any) -> Entries:
     """Copy the entries from a list position on, a register, to where an iteration has them."""
+    config = b.config
     count, first = iteration.entries, iteration.first
     # Loads and products have fixed addresses; only these copies depend on the position.
     _copy_entries(config, b.experts[0:1, 0:count], routing.list_sb, position, first)
@@ -79,20 +78,13 @@ def look_up(
 
 
 def run_iteration(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    transposed_sb: nl.NkiTensor,
-    core: int,
-    iteration: Iteration,
-    entries: Entries,
+    b: DecodeBuffers, transposed_sb: nl.NkiTensor, iteration: Iteration, entries: Entries
 ) -> None:
     """Compute some list entries of this core.
 
     Args:
-        config, b, x: sizes, buffers, the experts in HBM.
+        b: buffers.
         transposed_sb: x^T.
-        core: number of this core.
         iteration: its steps.
         entries: which experts.
     """
@@ -101,36 +93,30 @@ def run_iteration(
     for step in iteration.steps:
         if step.kind == "load_in":
             expert = entries.experts[step.entry]
-            load_in(config, b, x, expert, step.buffer, step.number, step.ends_chunk)
+            load_in(b, expert, step.buffer, step.number, step.ends_chunk)
         elif step.kind == "load_out":
             expert = entries.experts[step.entry]
-            load_out(config, b, x, expert, step.buffer, step.number, step.is_first)
+            load_out(b, expert, step.buffer, step.number, step.is_first)
         elif step.group is not None:
-            project_out(config, b, step.group)
+            project_out(b, step.group)
         else:
-            _project(config, b, transposed_sb, core, step, entries, iteration.bias)
+            _project(b, transposed_sb, step, entries, iteration.bias)
 
 
 def _project(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    transposed_sb: nl.NkiTensor,
-    core: int,
-    step: Step,
-    entries: Entries,
-    bias: float,
+    b: DecodeBuffers, transposed_sb: nl.NkiTensor, step: Step, entries: Entries, bias: float
 ) -> None:
     """Do a step of the gate and up projections."""
     item, buffer, ring = step.item, step.buffer, step.entry % 2
     if step.kind == "spread":
         column = entries.column + step.entry * entries.stride
-        spread_column(config, b, entries.weights, entries.inputs, column, ring, bias)
+        spread_column(b, entries.weights, entries.inputs, column, ring, bias)
     elif step.kind == "project_half":
-        project_half(config, b, transposed_sb, buffer, item, ring, core)
+        project_half(b, transposed_sb, buffer, item, ring)
     elif step.kind == "project_in":
-        project_in(config, b, transposed_sb, buffer, item, ring, step.starts_chunk, step.ends_chunk)
+        project_in(b, transposed_sb, buffer, item, ring, step.starts_chunk, step.ends_chunk)
     elif step.kind == "keep_scales":
-        keep_scales(config, b, buffer, ring)
+        keep_scales(b, buffer, ring)
 
 
 def _copy_entries(

@@ -96,8 +96,8 @@ def decode_moe(
     sums = make_sums(config, core)
     # Behind the index: the list of experts does not need them.
     affinity_tiles = _load_per_token(config, expert_affinities)
-    _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
-    finish(config, sums, core, Epilogue(output, []))
+    _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb)
+    finish(sums, Epilogue(output, []))
     return output
 
 
@@ -109,14 +109,13 @@ def _add_experts(
     index_tiles: list[nl.NkiTensor],
     affinity_tiles: list[nl.NkiTensor],
     first_sb: Any,
-    core: int,
 ) -> None:
     """Make y of this core; all that takes place on chip but for `sums` is free again then."""
-    b = make_buffers(config, sums)
-    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    transposed_sb = transpose_tokens(config, sums, load_tokens(config, hidden))
+    b = make_buffers(config, x, sums)
+    routing = _route_tokens(b, index_tiles, affinity_tiles, first_sb)
+    transposed_sb = transpose_tokens(sums, load_tokens(config, hidden))
     start_sums(sums)
-    run_experts(config, b, x, transposed_sb, routing)
+    run_experts(b, transposed_sb, routing)
 
 
 def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -151,52 +150,43 @@ def start_sums(sums: SumBuffers) -> None:
 
 
 def _route_tokens(
-    config: DecodeConfig,
     b: DecodeBuffers,
     index_tiles: list[nl.NkiTensor],
     affinity_tiles: list[nl.NkiTensor],
     first_sb: Any,
-    core: int,
 ) -> Listed:
     """Work out which experts are touched, and by how much each token; see list.py."""
     # The list first, as loads of weights wait for it; factors are used after the first products.
     bank_ps = routing_bank(b.sums)
-    routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
-    weigh(config, routing, affinity_tiles, bank_ps, b.ones)
+    routing = list_experts(b.config, index_tiles, first_sb, bank_ps, b.ones, b.sums.core)
+    weigh(b.config, routing, affinity_tiles, bank_ps, b.ones)
     return routing
 
 
-def run_experts(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    transposed_sb: nl.NkiTensor,
-    routing: Listed,
-) -> None:
+def run_experts(b: DecodeBuffers, transposed_sb: nl.NkiTensor, routing: Listed) -> None:
     """Add what this core computes of this rank's experts to y.
 
     Args:
-        config: what the kernel is compiled for.
         b: buffers; y is in `b.sums`.
-        x: the experts in HBM.
         transposed_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
     """
+    config = b.config
     if is_mx(config):
-        quantize_tokens(config, b, transposed_sb)
+        quantize_tokens(b, transposed_sb)
     begin: Any = 0
     for number in range(len(config.loops)):
         loop = config.loops[number]
         if loop.end < 0:  # it waits for the register; each is loaded where it is needed
             end = _load_end(routing, number)
-            _loop_over(config, b, x, transposed_sb, routing, loop, begin, end)
+            _loop_over(b, transposed_sb, routing, loop, begin, end)
             begin = end
         elif loop.step > 0:
-            _loop_over(config, b, x, transposed_sb, routing, loop, loop.begin, loop.end)
+            _loop_over(b, transposed_sb, routing, loop, loop.begin, loop.end)
         else:
             iteration = loop.iterations[routing.core]
             entries = known_entries(config, routing, iteration, loop.begin)
-            run_iteration(config, b, x, transposed_sb, routing.core, iteration, entries)
+            run_iteration(b, transposed_sb, iteration, entries)
 
 
 def _load_end(routing: Listed, number: int) -> Any:
@@ -207,20 +197,13 @@ def _load_end(routing: Listed, number: int) -> Any:
 
 
 def _loop_over(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    transposed_sb: nl.NkiTensor,
-    routing: Listed,
-    loop: Loop,
-    begin: Any,
-    end: Any,
+    b: DecodeBuffers, transposed_sb: nl.NkiTensor, routing: Listed, loop: Loop, begin: Any, end: Any
 ) -> None:
     """Run the iterations of a loop from list position `begin` to `end`."""
     iteration = loop.iterations[routing.core]
 
     def one_iteration(position: Any) -> None:
-        entries = look_up(config, b, routing, iteration, position)
-        run_iteration(config, b, x, transposed_sb, routing.core, iteration, entries)
+        entries = look_up(b, routing, iteration, position)
+        run_iteration(b, transposed_sb, iteration, entries)
 
     nl.fori_loop(begin, end, one_iteration, step=loop.step)

@@ -147,11 +147,11 @@ def decode_layer(
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
     sums = make_sums(moe, core)
     shared = [shared_gate_up, shared_down]
-    routed = _add_experts(config, front, sums, x, shared, first_sb, core)
+    routed = _add_experts(config, front, sums, x, shared, first_sb)
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, core, Epilogue(rows.parts[0], residuals, config.form.ranks))
+    finish(sums, Epilogue(rows.parts[0], residuals, config.form.ranks))
     end_portion(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output
@@ -167,20 +167,19 @@ def _add_experts(
     x: DecodeOperands,
     shared: list[Any],
     first_sb: Any,
-    core: int,
 ) -> RoutedTokens:
     """Route the tokens and make y of this core; the experts' place is free again then."""
     moe = config.moe
-    b = make_buffers(moe, sums)
+    b = make_buffers(moe, x, sums)
     # Before the routing: weights that wait for it would stand in front of these in the queue.
     shared_tiles = []
     if config.form.shared_width > 0:
-        shared_tiles.append(load_shared(config.shared, sums, shared[0], shared[1], core))
-    routed = _route(config, front, b, first_sb, core)
+        shared_tiles.append(load_shared(config.shared, sums, shared[0], shared[1]))
+    routed = _route(config, front, b, first_sb)
     start_sums(sums)
     for part_tiles in shared_tiles:
-        run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
-    run_experts(moe, b, x, routed.x_sb, routed.routing)
+        run_shared(part_tiles, routed.x_sb, routed.gate_rows)
+    run_experts(b, routed.x_sb, routed.routing)
     return routed
 
 
@@ -231,9 +230,7 @@ def _drop_padding(index_tiles: list[nl.NkiTensor], real: list[nl.NkiTensor]) -> 
     return found
 
 
-def _route(
-    config: LayerConfig, front: Front, b: DecodeBuffers, first_sb: Any, core: int
-) -> RoutedTokens:
+def _route(config: LayerConfig, front: Front, b: DecodeBuffers, first_sb: Any) -> RoutedTokens:
     """Normalise and route all tokens.
 
     Args:
@@ -241,7 +238,6 @@ def _route(
         front: operands of norm and router.
         b: buffers of the routed experts.
         first_sb: number of local expert 0, as in kernel.py.
-        core: number of this core.
     """
     moe, formula = config.moe, config.router
     x_sb = _prepare_tokens(config, front.tiles, front.norms)
@@ -256,7 +252,7 @@ def _route(
     if config.form.has_padding:
         chosen_tiles = _drop_padding(index_tiles, front.real)
     # The list first, as loads of weights wait for it; affinities are used after the first products.
-    routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, core)
+    routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, b.sums.core)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
     weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
     gate_rows = []

@@ -15,6 +15,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.arithmetic import add, apply_two
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.decode.config import (
@@ -281,18 +282,9 @@ def _table(
     nisa.memset(dst=table_sb, value=0.0)
     term_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     for k in range(config.K):
-        nisa.tensor_scalar(
-            dst=term_sb,
-            data=wide_sb[0:rows, 0:width],
-            op0=nl.equal,
-            operand0=local_sb[0:rows, k : k + 1],
-            op1=nl.multiply,
-            operand1=1.0 if counts else affinity_sb[0:rows, k : k + 1],
-        )
-        nisa.tensor_tensor(
-            dst=table_sb[0:rows, 0:width],
-            data1=table_sb[0:rows, 0:width],
-            data2=term_sb,
-            op=nl.add,
-        )
+        expert, worth = local_sb[0:rows, k : k + 1], 1.0
+        if not counts:
+            worth = affinity_sb[0:rows, k : k + 1]
+        apply_two(term_sb, wide_sb[0:rows, 0:width], nl.equal, expert, nl.multiply, worth)
+        add(table_sb[0:rows, 0:width], table_sb[0:rows, 0:width], term_sb)
     return table_sb

@@ -13,12 +13,12 @@ import nki.language as nl
 from nki_kernels.common.mx import out_weights, project_words, quantize
 from nki_kernels.common.tiles import copy_alternating, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
-from nki_kernels.decode.config import DecodeConfig
 from nki_kernels.decode.items import mx_form
 
 
-def quantize_tokens(config: DecodeConfig, b: DecodeBuffers, transposed_sb: nl.NkiTensor) -> None:
+def quantize_tokens(b: DecodeBuffers, transposed_sb: nl.NkiTensor) -> None:
     """Make words of x^T, a [h, H/h, T] view: four elements of a token side by side, quantised."""
+    config = b.config
     axis, fours_sb = config.h_axis, b.mx.fours[0]
     # Whole quadrants are quantised: what no element fills must be a number.
     if axis.tail < fours_sb.shape[0]:
@@ -41,27 +41,27 @@ def quantize_inner(b: DecodeBuffers, item: int) -> None:
 
 
 def project_words_in(
-    config: DecodeConfig, b: DecodeBuffers, dst_ps: nl.NkiTensor, buffer: int, half: int, tile: int
+    b: DecodeBuffers, dst_ps: nl.NkiTensor, buffer: int, half: int, tile: int
 ) -> None:
     """Multiply gate (half 0) or up weights of a tile of I with the tokens, [i, T]."""
     tokens_sb, scales_sb = b.mx.tokens[0], b.mx.token_scales[0]
-    project_words(mx_form(config), dst_ps, b.gate_up[buffer], tokens_sb, scales_sb, half, tile)
+    project_words(mx_form(b.config), dst_ps, b.gate_up[buffer], tokens_sb, scales_sb, half, tile)
 
 
 def multiply_words_out(
-    config: DecodeConfig, b: DecodeBuffers, dst_ps: nl.NkiTensor, item: int, tile: int, adds: bool
+    b: DecodeBuffers, dst_ps: nl.NkiTensor, item: int, tile: int, adds: bool
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights.
 
     Args:
-        config, b: sizes and buffers.
+        b: buffers.
         dst_ps: [h, T] float32 in PSUM.
         item: number of the item, for the rings.
         tile: of H.
         adds: whether the product is added to what is there.
     """
-    run_sb, ring = b.down[item % config.weight_buffers], item % len(b.mx.inner)
-    words_sb, powers_sb = out_weights(mx_form(config), run_sb, tile)
+    run_sb, ring = b.down[item % b.config.weight_buffers], item % len(b.mx.inner)
+    words_sb, powers_sb = out_weights(mx_form(b.config), run_sb, tile)
     nisa.nc_matmul_mx(
         dst=dst_ps,
         stationary=words_sb,

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
 from nki_kernels.common.memory import Tiles, allocate, tiles, tiles_bytes
@@ -251,14 +252,8 @@ def _normalize_one(
     sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:1]
     scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=1.0 / h_axis.size, bias=eps)
-    nisa.scalar_tensor_tensor(
-        dst=normed_sb[:, :, 0],
-        data=transposed_sb[:, :, 0],
-        op0=nl.multiply,
-        operand0=scale_sb,
-        op1=nl.multiply,
-        operand1=norm.weight_sb,
-    )
+    first = transposed_sb[:, :, 0]
+    apply_with(normed_sb[:, :, 0], first, nl.multiply, scale_sb, nl.multiply, norm.weight_sb)
 
 
 def _vector_share(count: int, rows: int) -> int:

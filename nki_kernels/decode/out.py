@@ -12,6 +12,7 @@ Where an expert's part of y stays there until its last chunk, a group is one chu
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import elements_of, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
@@ -34,8 +35,9 @@ from nki_kernels.decode.steps import Group
 _TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
 
 
-def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
+def project_out(b: DecodeBuffers, group: Group) -> None:
     """Add a group's part of y, with the expert's down bias if asked."""
+    config = b.config
     buffer = group.item % config.weight_buffers
     by_channel = config.weights.down_scale == "channel"
     scales = []
@@ -46,48 +48,44 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
         first, stop = bank_span(config, order[place])
         turn = _out_turn(config, group, place)
         bank_ps = b.banks.out_ps[turn % len(b.banks.out_ps)]
-        _project_bank(config, b, bank_ps, group, first, stop)
+        _project_bank(b, bank_ps, group, first, stop)
         if group.is_last or not holds_expert(config):
-            _add_bank(config, b, bank_ps, scales, first, stop, turn, place)
+            _add_bank(b, bank_ps, scales, first, stop, turn, place)
     if group.adds_bias and by_channel:
         # Biases are not scaled: they take a bank of their own to the sums.
         for number in order:
             first, stop = bank_span(config, number)
             for tile in range(first, stop):
                 begin = (tile - first) * config.T
-                _multiply_bias(config, b, b.banks.bias_ps, group, tile, begin, False)
-            _add_bank(config, b, b.banks.bias_ps, [], first, stop, number, number)
+                _multiply_bias(b, b.banks.bias_ps, group, tile, begin, False)
+            _add_bank(b, b.banks.bias_ps, [], first, stop, number, number)
 
 
 def _project_bank(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    group: Group,
-    first: int,
-    stop: int,
+    b: DecodeBuffers, bank_ps: nl.NkiTensor, group: Group, first: int, stop: int
 ) -> None:
     """Write or add the down projections of a group for tiles, or columns, first .. stop of H."""
+    config = b.config
     continues = holds_expert(config) and not group.is_first
     if config.gives_rows:
         for k in range(group.size):
-            _multiply_rows(config, b, bank_ps, group.item + k, first, stop, continues or k > 0)
+            _multiply_rows(b, bank_ps, group.item + k, first, stop, continues or k > 0)
         if group.adds_bias:
-            _multiply_bias_rows(config, b, bank_ps, group, first, stop)
+            _multiply_bias_rows(b, bank_ps, group, first, stop)
         return
     # Tile by tile: products of all items of the group add up in one place.
     for tile in range(first, stop):
         begin = (tile - first) * config.T
         for k in range(group.size):
-            _multiply_out(config, b, bank_ps, group.item + k, tile, begin, continues or k > 0)
+            _multiply_out(b, bank_ps, group.item + k, tile, begin, continues or k > 0)
         if group.adds_bias and config.weights.down_scale != "channel":
-            _multiply_bias(config, b, bank_ps, group, tile, begin, True)
+            _multiply_bias(b, bank_ps, group, tile, begin, True)
 
 
-def keep_scales(config: DecodeConfig, b: DecodeBuffers, buffer: int, ring: int) -> None:
+def keep_scales(b: DecodeBuffers, buffer: int, ring: int) -> None:
     """Copy an expert's channel scales, if `keeps_scales`, before its buffer is loaded again."""
-    if keeps_scales(config):
-        rows = config.h_axis.rows
+    if keeps_scales(b.config):
+        rows = b.config.h_axis.rows
         nisa.tensor_copy(
             dst=b.kept_scale[ring][0:rows],
             src=b.down_scale[buffer][0:rows],
@@ -106,21 +104,16 @@ def _out_turn(config: DecodeConfig, group: Group, place: int) -> int:
 
 
 def _multiply_out(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    item: int,
-    tile: int,
-    begin: int,
-    adds: bool,
+    b: DecodeBuffers, bank_ps: nl.NkiTensor, item: int, tile: int, begin: int, adds: bool
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
+    config = b.config
     h_axis, T = config.h_axis, config.T
     if is_mx(config):
         dst_ps = bank_ps[0 : rows_of(h_axis, tile), begin : begin + T]
-        multiply_words_out(config, b, dst_ps, item, tile, adds)
+        multiply_words_out(b, dst_ps, item, tile, adds)
         return
-    weights_sb, inner_sb, first, end = _out_operands(config, b, item)
+    weights_sb, inner_sb, first, end = _out_operands(b, item)
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
     if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
@@ -134,10 +127,9 @@ def _multiply_out(
         )
 
 
-def _out_operands(
-    config: DecodeConfig, b: DecodeBuffers, item: int
-) -> tuple[nl.NkiTensor, nl.NkiTensor, int, int]:
+def _out_operands(b: DecodeBuffers, item: int) -> tuple[nl.NkiTensor, nl.NkiTensor, int, int]:
     """Return down weights of an item [i, tiles, columns], inner activations, and which tiles."""
+    config = b.config
     down_sb = b.down[item % config.weight_buffers]
     most = most_tiles(config.i_axis, config)
     weights_sb = down_sb.reshape_dim(1, (most, down_sb.shape[1] // most))
@@ -146,20 +138,15 @@ def _out_operands(
 
 
 def _multiply_rows(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    item: int,
-    first: int,
-    stop: int,
-    adds: bool,
+    b: DecodeBuffers, bank_ps: nl.NkiTensor, item: int, first: int, stop: int, adds: bool
 ) -> None:
     """Multiply an item's inner activations with columns first .. stop of its down weights.
 
     The tokens are stationary. Packed weights are read across their tiles, in the order of a row.
     """
+    config = b.config
     h_axis, T = config.h_axis, config.T
-    weights_sb, inner_sb, first_tile, end = _out_operands(config, b, item)
+    weights_sb, inner_sb, first_tile, end = _out_operands(b, item)
     for t in range(first_tile, end):
         depth = inner_rows(config, t)
         columns_sb = weights_sb[0:depth, t - first_tile]
@@ -178,14 +165,10 @@ def _multiply_rows(
 
 
 def _multiply_bias_rows(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    group: Group,
-    first: int,
-    stop: int,
+    b: DecodeBuffers, bank_ps: nl.NkiTensor, group: Group, first: int, stop: int
 ) -> None:
     """Add columns first .. stop of the down bias times the tokens' weights."""
+    config = b.config
     end = min(stop, config.H)
     nisa.nc_matmul(
         dst=bank_ps[0 : config.T, 0 : end - first],
@@ -196,15 +179,10 @@ def _multiply_bias_rows(
 
 
 def _multiply_bias(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    group: Group,
-    tile: int,
-    begin: int,
-    accumulate: bool,
+    b: DecodeBuffers, bank_ps: nl.NkiTensor, group: Group, tile: int, begin: int, accumulate: bool
 ) -> None:
     """Add, or write, the down bias of a tile of H times the tokens' weights."""
+    config = b.config
     bias_sb, quadrants = b.down_bias[group.item % config.weight_buffers], bias_quadrants(config)
     row, columns = 0, elements_of(config.h_axis, tile)
     if quadrants > 1:
@@ -219,7 +197,6 @@ def _multiply_bias(
 
 
 def _add_bank(
-    config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
     scales: list[nl.NkiTensor],
@@ -229,6 +206,7 @@ def _add_bank(
     place: int,
 ) -> None:
     """Add tiles of y^T, or columns of y, to the sums in SBUF, scaled by channel if asked."""
+    config = b.config
     if config.gives_rows:
         total_sb = b.sums.total_sb[0 : config.T, first:stop]
         scratch_sb = b.scratch[place // 3 % len(b.scratch)]
@@ -239,12 +217,11 @@ def _add_bank(
     full = first
     while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
         full += 1
-    _add_tiles(config, b, bank_ps, scales, first, first, full, turn)
-    _add_tiles(config, b, bank_ps, scales, first, full, stop, turn)
+    _add_tiles(b, bank_ps, scales, first, first, full, turn)
+    _add_tiles(b, bank_ps, scales, first, full, stop, turn)
 
 
 def _add_tiles(
-    config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
     scales: list[nl.NkiTensor],
@@ -256,7 +233,7 @@ def _add_tiles(
     """Add tiles of one height; the bank holds those from `first` on."""
     if begin == end:
         return
-    T, rows = config.T, rows_of(config.h_axis, end - 1)
+    T, rows = b.config.T, rows_of(b.config.h_axis, end - 1)
     scratch_sb = b.scratch[turn % len(b.scratch)]
     if len(scales) == 0:
         total_sb = b.sums.total_sb[0:rows, begin:end, 0:T]
@@ -309,11 +286,4 @@ def _add_part(
 
 def _add_scaled(total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, scale_sb: nl.NkiTensor) -> None:
     """Add a tile of y^T times the scales of its channels to the sums."""
-    nisa.scalar_tensor_tensor(
-        dst=total_sb,
-        data=part_ps,
-        op0=nl.multiply,
-        operand0=scale_sb,
-        op1=nl.add,
-        operand1=total_sb,
-    )
+    apply_with(total_sb, part_ps, nl.multiply, scale_sb, nl.add, total_sb)

@@ -35,9 +35,8 @@ from nki_kernels.common.router_choice import (
     weigh,
     write_index,
 )
-from nki_kernels.common.tiles import multiply_banks, rows_of
+from nki_kernels.common.tiles import multiply_banks, rows_of, swap_with_other
 
-_GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 _PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
 _SPLIT_BYTES = 1 << 20  # of a weight: half of the load takes longer than exchanging logits
 _PIECE_BYTES = 2048  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
@@ -221,15 +220,9 @@ def _multiply_weight(
 def _exchange_logits(logits_sb: nl.ndarray, columns: int, core: int) -> None:
     """Get the other core's half of the logits for one's own."""
     other = 1 - core
-    is_short = columns * 4 <= _GPSIMD_BYTES
-    nisa.sendrecv(
-        src=logits_sb[:, core * columns : (core + 1) * columns],
-        dst=logits_sb[:, other * columns : (other + 1) * columns],
-        send_to_rank=other,
-        recv_from_rank=other,
-        pipe_id=0,
-        dma_engine=nisa.dma_engine.gpsimd_dma if is_short else nisa.dma_engine.dma,
-    )
+    own_sb = logits_sb[:, core * columns : (core + 1) * columns]
+    theirs_sb = logits_sb[:, other * columns : (other + 1) * columns]
+    swap_with_other(own_sb, theirs_sb, core, columns * 4)
 
 
 def pick_experts(

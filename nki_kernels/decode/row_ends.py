@@ -13,7 +13,7 @@ from nki_kernels.common.memory import allocate
 from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
 from nki_kernels.common.tiles import copy_alternating
 from nki_kernels.decode.buffers import SumBuffers
-from nki_kernels.decode.config import DecodeConfig, accumulator_banks, bank_span
+from nki_kernels.decode.config import accumulator_banks, bank_span
 from nki_kernels.decode.memory import ends_table
 
 _PIECES = 3  # most of a core's columns, each exchanged, added and stored
@@ -35,19 +35,18 @@ class Epilogue(NKIObject):
     ranks: RankSum = ALONE
 
 
-def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, epilogue: Epilogue) -> None:
+def finish_rows(sums: SumBuffers, epilogue: Epilogue) -> None:
     """Add the cores' rows and the residual, round once, add up the ranks' on chip, store.
 
     Columns go in pieces, so that one is added and stored while the next is on its way.
 
     Args:
-        config: sizes.
         sums: this core's rows.
-        core: number of this core.
         epilogue: what is added, and where it is stored.
     """
+    config = sums.config
     T, share = config.T, config.H // config.num_cores
-    first, theirs = core * share, (1 - core) * share
+    first, theirs = sums.core * share, (1 - sums.core) * share
     rows_sb = allocate(ends_table(config).stored)[0]
     residual_tiles = []
     for residual in epilogue.residuals:
@@ -67,13 +66,13 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, epilogue: Epi
             nisa.sendrecv(
                 src=sums.total_sb[0:T, sent],
                 dst=received[0][0:T, piece],
-                send_to_rank=1 - core,
-                recv_from_rank=1 - core,
+                send_to_rank=1 - sums.core,
+                recv_from_rank=1 - sums.core,
                 pipe_id=0,
                 dma_engine=nisa.dma_engine.dma,
             )
     for piece in pieces:
-        _add_columns(config, sums, rows_sb, received + residual_tiles, first, piece)
+        _add_columns(sums, rows_sb, received + residual_tiles, first, piece)
     rows_sb = sum_on_chip(epilogue.ranks, rows_sb)
     for piece in pieces:
         nisa.dma_copy(
@@ -84,12 +83,7 @@ def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, epilogue: Epi
 
 
 def _add_columns(
-    config: DecodeConfig,
-    sums: SumBuffers,
-    rows_sb: nl.NkiTensor,
-    others: list[nl.NkiTensor],
-    first: int,
-    piece: slice,
+    sums: SumBuffers, rows_sb: nl.NkiTensor, others: list[nl.NkiTensor], first: int, piece: slice
 ) -> None:
     """Round a piece of this core's columns, the same columns of others added before.
 
@@ -102,6 +96,7 @@ def _add_columns(
         first: first column of this core.
         piece: which columns of this core's.
     """
+    config = sums.config
     for bank in range(accumulator_banks(config)):
         begin, stop = bank_span(config, bank)
         low, high = max(begin, first + piece.start), min(stop, first + piece.stop)

@@ -42,7 +42,6 @@ class SharedTiles(NKIObject):
     """What the shared experts have on chip."""
 
     buffers: DecodeBuffers
-    operands: DecodeOperands
     part_sb: nl.NkiTensor  # [1, P] int32, the parts
     ones_sb: nl.NkiTensor  # [128, 1] float32
 
@@ -132,7 +131,7 @@ def shared_bytes(config: DecodeConfig) -> int:
 
 
 def load_shared(
-    config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor, core: int
+    config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor
 ) -> SharedTiles:
     """Load the first items of this core."""
     part_sb = nl.ndarray((1, config.E), dtype=nl.int32, buffer=nl.sbuf)
@@ -140,45 +139,40 @@ def load_shared(
     ones_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
-    tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
+    tiles = SharedTiles(make_buffers(config, operands, sums), part_sb, ones_sb)
     for item in range(min(config.weight_buffers, _num_items(config))):
-        _load_item(config, tiles, item, core)
+        _load_item(tiles, item)
     return tiles
 
 
-def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -> None:
+def _load_item(tiles: SharedTiles, item: int) -> None:
     """Load an item of this core."""
-    part = item // config.chunks * config.num_cores + core
+    b, config = tiles.buffers, tiles.buffers.config
+    part = item // config.chunks * config.num_cores + b.sums.core
     part_sb = tiles.part_sb[0:1, part : part + 1]
     buffer, chunk = item % config.weight_buffers, item % config.chunks
-    load_item(config, tiles.buffers, tiles.operands, part_sb, buffer, chunk)
+    load_item(b, part_sb, buffer, chunk)
 
 
 def run_shared(
-    config: DecodeConfig,
-    tiles: SharedTiles,
-    transposed_sb: nl.NkiTensor,
-    gate_rows: list[nl.NkiTensor],
-    core: int,
+    tiles: SharedTiles, transposed_sb: nl.NkiTensor, gate_rows: list[nl.NkiTensor]
 ) -> None:
     """Add what this core computes of the shared experts to y.
 
     Args:
-        config: of the shared experts.
         tiles: of `load_shared`.
         transposed_sb: x^T, [h, H/h, T] view.
         gate_rows: the gate, [128, T] float32 and the same on all partitions; or none.
-        core: number of this core.
     """
-    b = tiles.buffers
+    b, config = tiles.buffers, tiles.buffers.config
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
     # In the place of an expert's affinities: the stages do not know the difference.
     nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
     items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
-        project_in(config, b, transposed_sb, buffer, item, 0, True, True)
-        project_out(config, b, Group(item, 1, 0, False, True, True))
+        project_in(b, transposed_sb, buffer, item, 0, True, True)
+        project_out(b, Group(item, 1, 0, False, True, True))
         # Behind the products that read this buffer last.
         if item + config.weight_buffers < items:
-            _load_item(config, tiles, item + config.weight_buffers, core)
+            _load_item(tiles, item + config.weight_buffers)

@@ -18,7 +18,8 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
+from nki_kernels.common.arithmetic import apply_with
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import early_offset
 from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import (
@@ -35,8 +36,9 @@ from nki_kernels.common.tiles import (
     load_rows,
     needs_product,
     rows_of,
+    swap_with_other,
 )
-from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
+from nki_kernels.decode.buffers import DecodeBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
     bias_partitions,
@@ -51,15 +53,7 @@ from nki_kernels.decode.config import (
 from nki_kernels.decode.mx_stages import project_words_in, quantize_inner
 
 
-def load_in(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    expert: nl.NkiTensor,
-    buffer: int,
-    item: int,
-    is_last: bool,
-) -> None:
+def load_in(b: DecodeBuffers, expert: nl.NkiTensor, buffer: int, item: int, is_last: bool) -> None:
     """Load gate and up weights of an item, with the last of a chunk what its activation needs.
 
     Args:
@@ -69,12 +63,13 @@ def load_in(
         item: which of the expert's.
         is_last: whether it is the last one of its chunk on this core.
     """
+    config = b.config
     if config.weights.layout == "packed":
-        _load_run(b.gate_up[buffer], _entry(x.gate_up, expert), item)
+        _load_run(b.gate_up[buffer], _entry(b.x.gate_up, expert), item)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
     first = item // config.parts * i_axis.size
-    gate_up = _entry(x.gate_up, expert)
+    gate_up = _entry(b.x.gate_up, expert)
     if config.h_axis.is_strided:
         _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
     else:
@@ -83,31 +78,26 @@ def load_in(
     if not is_last:
         return
     if config.formula.has_gate_up_bias:
-        bias = _entry(x.gate_up_bias, expert)
+        bias = _entry(b.x.gate_up_bias, expert)
         load_halves(b.gate_up_bias[buffer], bias, i_axis, I, first)
     if config.weights.has_scales:
-        scale = _entry(x.gate_up_scale, expert)
+        scale = _entry(b.x.gate_up_scale, expert)
         load_halves(b.gate_up_scale[buffer], scale, i_axis, I, first)
     if config.weights.down_scale == "channel":
-        scale = _entry(x.down_scale, expert)
+        scale = _entry(b.x.down_scale, expert)
         load_matrix(b.down_scale[buffer], scale, config.h_axis, 0, 1, [1, 1], 1)
     elif config.weights.down_scale == "expert":
-        scale = _entry(x.down_scale, expert)
+        scale = _entry(b.x.down_scale, expert)
         # One number, read onto all partitions.
         load_pattern(b.down_scale[buffer], scale, [[0, PARTITIONS], [1, 1]], 0)
 
 
 def load_out(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    expert: nl.NkiTensor,
-    buffer: int,
-    item: int,
-    is_first: bool,
+    b: DecodeBuffers, expert: nl.NkiTensor, buffer: int, item: int, is_first: bool
 ) -> None:
     """Load down weights of an item; beside the first one of a core its bias, if it is apart."""
-    H, i_axis, down = config.H, config.i_axis, _entry(x.down, expert)
+    config = b.config
+    H, i_axis, down = config.H, config.i_axis, _entry(b.x.down, expert)
     first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
         _load_run(b.down[buffer], down, item)
@@ -116,7 +106,7 @@ def load_out(
     else:
         load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
     if loads_bias(config) and is_first:
-        _load_down_bias(config, b.down_bias[buffer], _entry(x.down_bias, expert))
+        _load_down_bias(config, b.down_bias[buffer], _entry(b.x.down_bias, expert))
 
 
 def _load_down_bias(config: DecodeConfig, dst_sb: nl.NkiTensor, down_bias: Entry) -> None:
@@ -130,17 +120,10 @@ def _load_down_bias(config: DecodeConfig, dst_sb: nl.NkiTensor, down_bias: Entry
         load_pattern(dst_sb[row : row + 1], down_bias, pattern, quadrant * tiles)
 
 
-def load_item(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    expert: nl.NkiTensor,
-    buffer: int,
-    item: int,
-) -> None:
+def load_item(b: DecodeBuffers, expert: nl.NkiTensor, buffer: int, item: int) -> None:
     """Load all of an item, a whole chunk; see `load_in`."""
-    load_in(config, b, x, expert, buffer, item, True)
-    load_out(config, b, x, expert, buffer, item, item == 0)
+    load_in(b, expert, buffer, item, True)
+    load_out(b, expert, buffer, item, item == 0)
 
 
 def _load_part_in(
@@ -183,7 +166,6 @@ def _load_run(dst_sb: nl.NkiTensor, entry: Entry, chunk: int) -> None:
 
 
 def spread_column(
-    config: DecodeConfig,
     b: DecodeBuffers,
     weights: list[nl.NkiTensor],
     inputs: list[nl.NkiTensor],
@@ -194,13 +176,13 @@ def spread_column(
     """Put what every token takes of an expert, and gives to it, on all partitions.
 
     Args:
-        config: sizes.
         b: buffers.
         weights, inputs: per 128 tokens [tokens, entries] float32; see `Listed`.
         column: the expert's entry.
         ring: which buffers to fill.
         bias: what to multiply the expert's down bias with.
     """
+    config = b.config
     column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
         # Copied to SBUF: they multiply projections in PSUM, and an instruction reads PSUM once.
@@ -235,7 +217,6 @@ def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) ->
 
 
 def project_in(
-    config: DecodeConfig,
     b: DecodeBuffers,
     transposed_sb: nl.NkiTensor,
     buffer: int,
@@ -247,15 +228,16 @@ def project_in(
     """Add an item to the projections of its chunk, and after the last one activate them.
 
     Args:
-        config, b: sizes and buffers.
+        b: buffers.
         transposed_sb: x^T, [h, H/h, T] view.
         buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
         is_first, is_last: whether it is the first and the last one of its chunk.
     """
+    config = b.config
     if is_mx(config):
-        _project_words_in(config, b, buffer, item, ring)
+        _project_words_in(b, buffer, item, ring)
         return
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
     begin, end = tiles_of_part(h_axis, config, item % config.parts)
@@ -280,17 +262,11 @@ def project_in(
             _project(config, gate, gate_sb, transposed_sb, begin, is_first)
             _project(config, up, up_sb, transposed_sb, begin, is_first)
         if is_last:
-            _activate(config, b, gate, up, buffer, item, ring, tile)
+            _activate(b, gate, up, buffer, item, ring, tile)
 
 
 def project_half(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    transposed_sb: nl.NkiTensor,
-    buffer: int,
-    item: int,
-    ring: int,
-    core: int,
+    b: DecodeBuffers, transposed_sb: nl.NkiTensor, buffer: int, item: int, ring: int
 ) -> None:
     """Add an item to the projections of an expert that the cores share by halves.
 
@@ -298,54 +274,44 @@ def project_half(
     own and activate those.
 
     Args:
-        config, b: sizes and buffers.
+        b: buffers.
         transposed_sb: x^T, [h, H/h, T] view.
         buffer: the weight buffer.
         item: number of the item, from that of this core's first part on.
         ring: buffers of the expert's column.
-        core: number of this core.
     """
+    config = b.config
     half = config.parts // 2
-    first = core * half
-    project_in(config, b, transposed_sb, buffer, item, ring, item == first, False)
+    first = b.sums.core * half
+    project_in(b, transposed_sb, buffer, item, ring, item == first, False)
     if item < first + half - 1:
         return
     T, rows, middle = config.T, config.i_axis.rows, tiles_of_part(config.i_axis, config, half)[0]
-    begin, end = (0, middle) if core == 0 else (middle, config.i_axis.count)
-    theirs = middle if core == 0 else 0
+    begin, end = (0, middle) if b.sums.core == 0 else (middle, config.i_axis.count)
+    theirs = middle if b.sums.core == 0 else 0
     sent_sb, received_sb = b.halves[0], b.halves[1]
     # Only what the other core activates leaves; own tiles stay in PSUM until its part is here.
     for k in range(config.i_axis.count - (end - begin)):
         copy_alternating(sent_sb[0:rows, k], b.banks.inner_ps[theirs + k][0:rows, 0 : 2 * T], k)
-    # A few bytes go through GpSimd, in less time than a DMA takes to start.
-    by_gpsimd = sent_sb.shape[1] * 2 * T * 4 <= GPSIMD_BYTES
-    nisa.sendrecv(
-        src=sent_sb,
-        dst=received_sb,
-        send_to_rank=1 - core,
-        recv_from_rank=1 - core,
-        pipe_id=0,
-        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
-    )
+    swap_with_other(sent_sb, received_sb, b.sums.core, sent_sb.shape[1] * 2 * T * 4)
     for tile in range(begin, end):
         sum_sb = received_sb[0:rows, tile - begin]
         own_ps = b.banks.inner_ps[tile][0:rows, 0 : 2 * T]
         nisa.tensor_tensor(dst=sum_sb, data1=own_ps, data2=sum_sb, op=nl.add)
         gate, up = sum_sb[0:rows, 0:T], sum_sb[0:rows, T : 2 * T]
-        _activate(config, b, gate, up, buffer, item, ring, tile)
+        _activate(b, gate, up, buffer, item, ring, tile)
 
 
-def _project_words_in(
-    config: DecodeConfig, b: DecodeBuffers, buffer: int, item: int, ring: int
-) -> None:
+def _project_words_in(b: DecodeBuffers, buffer: int, item: int, ring: int) -> None:
     """Compute the inner activations of an item of MX words, and make words of them."""
+    config = b.config
     rows, T = config.i_axis.rows, config.T
     for tile in range(config.i_axis.count):
         bank_ps = b.banks.inner_ps[(item * config.i_axis.count + tile) % len(b.banks.inner_ps)]
         gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-        project_words_in(config, b, gate, buffer, 0, tile)
-        project_words_in(config, b, up, buffer, 1, tile)
-        _activate(config, b, gate, up, buffer, item, ring, tile)
+        project_words_in(b, gate, buffer, 0, tile)
+        project_words_in(b, up, buffer, 1, tile)
+        _activate(b, gate, up, buffer, item, ring, tile)
     quantize_inner(b, item)
 
 
@@ -370,7 +336,6 @@ def _project(
 
 
 def _activate(
-    config: DecodeConfig,
     b: DecodeBuffers,
     gate: nl.NkiTensor,
     up: nl.NkiTensor,
@@ -380,18 +345,19 @@ def _activate(
     tile: int,
 ) -> None:
     """Make of the projections of one tile inner activations, times the tokens' weights."""
+    config = b.config
     T, rows = config.T, rows_of(config.i_axis, tile)
     chunk = item // config.parts
     turn = (chunk * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
         # Scaled tokens would be another x^T for each expert; their products are scaled instead.
-        _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
-        _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
+        _scale_input(b, gate_sb, gate, buffer, ring, tile, 0)
+        _scale_input(b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
     # Gate first: it may use the scratch of up, which is written behind it.
-    _activate_gate(config, b, gate_sb, up_sb, gate, buffer, tile)
-    operators, operands = _chain(config, b, buffer, tile, 1)
+    _activate_gate(b, gate_sb, up_sb, gate, buffer, tile)
+    operators, operands = _chain(b, buffer, tile, 1)
     inner_sb = b.inner[chunk % len(b.inner)][0 : inner_rows(config, tile), tile, 0:T]
     if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
@@ -411,7 +377,6 @@ def _activate(
 
 
 def _scale_input(
-    config: DecodeConfig,
     b: DecodeBuffers,
     dst_sb: nl.NkiTensor,
     projected_ps: nl.NkiTensor,
@@ -423,21 +388,14 @@ def _scale_input(
     """Multiply a projection with the affinities of its input, and its scale if it has one."""
     rows, T = dst_sb.shape
     column_sb = b.input_scale[ring][0:rows, 0:T]
-    if config.weights.has_scales:
-        nisa.scalar_tensor_tensor(
-            dst=dst_sb,
-            data=projected_ps,
-            op0=nl.multiply,
-            operand0=b.gate_up_scale[buffer][0:rows, half, tile : tile + 1],
-            op1=nl.multiply,
-            operand1=column_sb,
-        )
+    if b.config.weights.has_scales:
+        scale = b.gate_up_scale[buffer][0:rows, half, tile : tile + 1]
+        apply_with(dst_sb, projected_ps, nl.multiply, scale, nl.multiply, column_sb)
     else:
         nisa.tensor_tensor(dst=dst_sb, data1=projected_ps, data2=column_sb, op=nl.multiply)
 
 
 def _activate_gate(
-    config: DecodeConfig,
     b: DecodeBuffers,
     gate_sb: nl.NkiTensor,
     scratch_sb: nl.NkiTensor,
@@ -446,17 +404,18 @@ def _activate_gate(
     tile: int,
 ) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
+    config = b.config
     function, rows = gate_function(config.formula), gate_sb.shape[0]
     clamps = config.formula.gate_limits
     if needs_product(config.formula):
-        operators, operands = _chain(config, b, buffer, tile, 0)
+        operators, operands = _chain(b, buffer, tile, 0)
         source = apply_chain(gate_sb, gate, operators, operands)
         nisa.activation(dst=scratch_sb, op=function, data=source, scale=config.formula.scale)
         finish_gate(config.formula, gate_sb, gate_sb, source, scratch_sb)
         return
     # Clamps stand between bias and function: the Vector engine applies them and all before.
     if clamps.has_upper or clamps.has_lower:
-        operators, operands = _chain(config, b, buffer, tile, 0)
+        operators, operands = _chain(b, buffer, tile, 0)
         nisa.activation(
             dst=gate_sb, op=function, data=apply_chain(gate_sb, gate, operators, operands)
         )
@@ -471,10 +430,9 @@ def _activate_gate(
     nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias, scale=scale)
 
 
-def _chain(
-    config: DecodeConfig, b: DecodeBuffers, buffer: int, tile: int, half: int
-) -> tuple[list[Any], list[Any]]:
+def _chain(b: DecodeBuffers, buffer: int, tile: int, half: int) -> tuple[list[Any], list[Any]]:
     """Return the scalar operators and operands of a projection: scale, bias, clamps, offset."""
+    config = b.config
     operators = []
     operands = []
     rows = rows_of(config.i_axis, tile)

@@ -57,8 +57,8 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import add_up, apply_two, count_up, divide_up
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, identity, multiply_banks, ones
 from nki_kernels.common.token_tiles import (
@@ -185,14 +185,7 @@ def place_pairs(
 
 def keep_near(index_sb: nl.ndarray, num_experts: int) -> None:
     """Keep numbers far outside from being looked up, or coming near one that is."""
-    nisa.tensor_scalar(
-        dst=index_sb,
-        data=index_sb,
-        op0=nl.maximum,
-        operand0=-1.0,
-        op1=nl.minimum,
-        operand1=float(num_experts),
-    )
+    apply_two(index_sb, index_sb, nl.maximum, -1.0, nl.minimum, float(num_experts))
 
 
 def _load_index(index_TK: nl.ndarray, tokens: TokenTiles, table: IndexTable) -> nl.ndarray:
@@ -271,14 +264,7 @@ def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, n
     zeros_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=zeros_sb, value=0.0)
     last_block_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor_scan(
-        dst=last_block_sb,
-        data0=blocks_sb,
-        data1=zeros_sb,
-        initial=0.0,
-        op0=nl.add,
-        op1=nl.add,
-    )
+    add_up(last_block_sb, blocks_sb, zeros_sb)
     start_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=start_sb, data1=last_block_sb, data2=blocks_sb, op=nl.subtract)
     nisa.tensor_scalar(
@@ -385,14 +371,7 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
 def look_up_columns(index_sb: nl.ndarray, num_experts: int) -> nl.ndarray:
     """Return the expert of each pair as a column of a table, uint32; E for none."""
     none_sb = nl.ndarray(index_sb.shape, nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=none_sb,
-        data=index_sb,
-        op0=nl.less,
-        operand0=0.0,
-        op1=nl.multiply,
-        operand1=num_experts + 1.0,
-    )
+    apply_two(none_sb, index_sb, nl.less, 0.0, nl.multiply, num_experts + 1.0)
     column_sb = nl.ndarray(index_sb.shape, nl.uint32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=column_sb, data1=index_sb, data2=none_sb, op=nl.add)
     return column_sb

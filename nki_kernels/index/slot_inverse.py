@@ -11,8 +11,9 @@ from __future__ import annotations
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.integers import count_up, divide_down
+from nki_kernels.common.arithmetic import apply_two, apply_with, count_up, divide_down
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.tiles import multiply_banks
 from nki_kernels.common.token_tiles import TokenTiles
 from nki_kernels.index.token_search import Meanwhile, go_on
 
@@ -174,17 +175,10 @@ def _add_values(
         marked = []
         for value in values:
             marked_sb = nl.ndarray(line_sb.shape, dtype, buffer=nl.sbuf)
-            nisa.tensor_scalar(
-                dst=marked_sb,
-                data=line_sb,
-                op0=nl.equal,
-                operand0=places[0],
-                op1=nl.multiply,
-                operand1=value,
-            )
+            apply_two(marked_sb, line_sb, nl.equal, places[0], nl.multiply, value)
             marked.append(marked_sb)
     for term in range(len(values)):
-        _add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
+        multiply_banks(inverse_ps, marked[term], moving, accumulate or term > 0)
 
 
 def _mark_on_others(
@@ -212,21 +206,6 @@ def _mark_on_others(
     return marked
 
 
-def _add_pairs(
-    inverse_ps: nl.ndarray, stationary: nl.ndarray, moving: nl.ndarray, accumulate: bool
-) -> None:
-    """Add the values of 128 pairs to their places."""
-    width = moving.shape[1]
-    for bank in range(0, width, BANK_FLOATS):
-        banked = slice(bank, min(bank + BANK_FLOATS, width))
-        nisa.nc_matmul(
-            dst=inverse_ps[:, banked],
-            stationary=stationary,
-            moving=moving[:, banked],
-            accumulate=accumulate,
-        )
-
-
 def _split_slots(slot_sb: nl.ndarray, row_size: int, start: int) -> tuple[nl.ndarray, nl.ndarray]:
     """Return slot // row_size and slot % row_size - start as float32; row -1 for slot -1."""
     row_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
@@ -234,14 +213,7 @@ def _split_slots(slot_sb: nl.ndarray, row_size: int, start: int) -> tuple[nl.nda
     divide_down(whole_sb, slot_sb, row_size)
     nisa.tensor_copy(dst=row_sb, src=whole_sb)
     column_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=column_sb,
-        data=row_sb,
-        op0=nl.multiply,
-        operand0=-float(row_size),
-        op1=nl.add,
-        operand1=slot_sb,
-    )
+    apply_with(column_sb, row_sb, nl.multiply, -float(row_size), nl.add, slot_sb)
     here_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
     return row_sb, here_sb

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_two, count_up, divide_up
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, multiply_banks, ones
 from nki_kernels.common.token_tiles import TokenTiles
@@ -350,14 +350,7 @@ def more_passes(own_sb: nl.ndarray, other_sb: nl.ndarray, room: int) -> nl.ndarr
     largest_sb = nl.ndarray((1, 1), nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=largest_sb, op=nl.maximum, data=most_sb, axis=1)
     # The first pass is one of them, if there is a token at all.
-    nisa.tensor_scalar(
-        dst=largest_sb,
-        data=largest_sb,
-        op0=nl.maximum,
-        operand0=1.0,
-        op1=nl.add,
-        operand1=-float(room),
-    )
+    apply_two(largest_sb, largest_sb, nl.maximum, 1.0, nl.add, -float(room))
     passes_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
     divide_up(passes_sb, largest_sb, room)
     nisa.tensor_scalar(dst=passes_sb, data=passes_sb, op0=nl.maximum, operand0=0.0)

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with, divide_down
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.integers import divide_down
 from nki_kernels.common.token_tiles import TokenTiles
 
 
@@ -280,14 +280,7 @@ def _bisect(search: PlaceSearch) -> None:
         nisa.tensor_tensor(
             dst=more_ps, data1=search.found_sb, data2=_of_bank(search, wanted_ps), op=nl.less_equal
         )
-        nisa.scalar_tensor_tensor(
-            dst=index_sb,
-            data=search.index_sb,
-            op0=nl.multiply,
-            operand0=2.0,
-            op1=nl.add,
-            operand1=more_ps,
-        )
+        apply_with(index_sb, search.index_sb, nl.multiply, 2.0, nl.add, more_ps)
     search.index_sb = index_sb
     search.step = step + 2 if step == 0 and tiles != 2 else step + 1
     if tiles > 1 and (1 << search.step) == tiles:
@@ -316,14 +309,7 @@ def _quarter(search: PlaceSearch, index_sb: nl.ndarray) -> None:
         if part == 1:
             nisa.tensor_scalar(dst=ended, data=number_sb, op0=nl.greater_equal, operand0=end)
         else:
-            nisa.scalar_tensor_tensor(
-                dst=ended,
-                data=number_sb,
-                op0=nl.greater_equal,
-                operand0=end,
-                op1=nl.add,
-                operand1=sums[(part - 1) % 2],
-            )
+            apply_with(ended, number_sb, nl.greater_equal, end, nl.add, sums[(part - 1) % 2])
 
 
 def _count_until(counts: ChoiceCounts, part: int, parts: int) -> nl.ndarray:
@@ -381,28 +367,16 @@ def _name_tokens(search: PlaceSearch) -> None:
     tokens, ends_sb = search.tokens, search.counts.ends_sb
     token_ps = _of_bank(search, search.banks.more_ps)
     if ends_sb.shape[1] > 1:
-        nisa.scalar_tensor_tensor(
-            dst=token_ps,
-            data=search.index_sb,
-            op0=nl.multiply,
-            operand0=float(tokens.count),
-            op1=nl.add,
-            operand1=_of_bank(search, search.banks.number_ps),
-        )
+        number_ps = _of_bank(search, search.banks.number_ps)
+        apply_with(token_ps, search.index_sb, nl.multiply, float(tokens.count), nl.add, number_ps)
     else:
         nisa.tensor_scalar(
             dst=token_ps, data=search.index_sb, op0=nl.add, operand0=tokens.first + 1.0
         )
     last = ends_sb.shape[1] - 1
     search.found_sb = nl.ndarray(search.number_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=search.found_sb,
-        data=search.number_sb,
-        op0=nl.less,
-        operand0=ends_sb[:, last : last + 1],
-        op1=nl.multiply,
-        operand1=token_ps,
-    )
+    end = ends_sb[:, last : last + 1]
+    apply_with(search.found_sb, search.number_sb, nl.less, end, nl.multiply, token_ps)
 
 
 def list_found(list_sb: nl.ndarray, search: PlaceSearch, num_experts: int, rows: int) -> None:

@@ -28,8 +28,16 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import (
+    add,
+    add_up,
+    apply_two,
+    apply_with,
+    divide_down,
+    divide_up,
+    subtract,
+)
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.integers import divide_down, divide_up
 from nki_kernels.common.work_tiles import WorkTileDims, no_tile
 from nki_kernels.index.token_search import Meanwhile, go_on
 
@@ -194,22 +202,23 @@ def _group_tiles(
     divide_up(count_sb, tiles_sb, G)
     work_tiles_sb, tile_sb = _new(G * E, nl.float32), _new(3 * E + 1, nl.float32)
     first = tile_sb[:, 0:E]
-    _subtract(first, last_block_sb, blocks_sb)
-    _scale_and_add(first, first, float(block_size // work_tiles.tile_rows), 0.0)
+    subtract(first, last_block_sb, blocks_sb)
+    tiles_of_block = float(block_size // work_tiles.tile_rows)
+    apply_two(first, first, nl.multiply, tiles_of_block, nl.add, 0.0)
     lacking_sb, even_sb = _new(E, nl.float32), _new(E, nl.float32)
-    _combine_scaled(lacking_sb, count_sb, nl.multiply, G, nl.subtract, tiles_sb)
+    apply_with(lacking_sb, count_sb, nl.multiply, float(G), nl.subtract, tiles_sb)
     nisa.tensor_tensor(dst=even_sb, data1=lacking_sb, data2=count_sb, op=nl.less_equal)
     # Full work tiles: all but the lacking ones, or all but one.
     full, spread_sb = work_tiles_sb[:, 0:E], _new(E, nl.float32)
     nisa.tensor_tensor(dst=spread_sb, data1=lacking_sb, data2=even_sb, op=nl.multiply)
-    _subtract(full, count_sb, spread_sb)
-    _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
-    _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
-    _add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
+    subtract(full, count_sb, spread_sb)
+    apply_with(full, even_sb, nl.add, -1.0, nl.add, full)
+    apply_with(tile_sb[:, E : 2 * E], full, nl.multiply, float(G), nl.add, first)
+    add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
     go_on(listed.meanwhile)
     nisa.memset(dst=tile_sb[:, 3 * E : 3 * E + 1], value=0.0, engine=nisa.engine.vector)
     if G > 1:
-        _subtract(lacking_sb, lacking_sb, spread_sb)
+        subtract(lacking_sb, lacking_sb, spread_sb)
         nisa.tensor_copy(dst=work_tiles_sb[:, E : 2 * E], src=spread_sb)
     for less in range(2, G):
         run = slice(less * E, (less + 1) * E)
@@ -232,15 +241,6 @@ def _group_tiles(
     return _Runs(ends_sb, tile_sb)
 
 
-def _combine_scaled(
-    dst: nl.ndarray, data: nl.ndarray, op0: nl.DType, number: int, op1: nl.DType, other: nl.ndarray
-) -> None:
-    """Write (data op0 number) op1 other."""
-    nisa.scalar_tensor_tensor(
-        dst=dst, data=data, op0=op0, operand0=float(number), op1=op1, operand1=other
-    )
-
-
 def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: int) -> _Loops:
     """Return the loops; see `_arrange` of common.work tiles, which does the same.
 
@@ -257,7 +257,7 @@ def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: i
     nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb)
     large, every = steps_sb[:, G - 1 : G], steps_sb[:, G : G + 1]
     single_sb, mixed_sb = _new(1, nl.float32), _new(1, nl.float32)
-    _subtract(single_sb, every, large)
+    subtract(single_sb, every, large)
     nisa.tensor_tensor(dst=mixed_sb, data1=large, data2=single_sb, op=nl.minimum)
     _add_odd(mixed_sb, large)
     beside_sb, pairs_sb = _new(G, nl.float32), _new(G, nl.int32)  # before each size
@@ -265,7 +265,7 @@ def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: i
         dst=beside_sb, data=steps_sb[:, 0:G], op0=nl.minimum, operand0=mixed_sb[:, 0:1]
     )
     rest_sb = _new(G, nl.float32)
-    _subtract(rest_sb, steps_sb[:, 0:G], beside_sb)
+    subtract(rest_sb, steps_sb[:, 0:G], beside_sb)
     divide_up(pairs_sb, rest_sb, 2)
     # Sizes and their loops alternate: alone, beside single tiles; the last of them is single tiles.
     iterations_sb, begin_sb = _new(2 * G, nl.int32), _new(2 * G, nl.float32)
@@ -275,50 +275,27 @@ def _lay_out_loops(ends_sb: nl.ndarray, work_tiles: WorkTileDims, num_experts: i
     nisa.memset(dst=begin_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     alone, mixed, last = slice(0, 2 * G - 2, 2), slice(1, 2 * G - 2, 2), 2 * G - 2
     if G > 1:
-        _subtract(iterations_sb[:, alone], pairs_sb[:, 1:G], pairs_sb[:, 0 : G - 1])
-        _subtract(iterations_sb[:, mixed], beside_sb[:, 1:G], beside_sb[:, 0 : G - 1])
-        _scale_and_add(step_sb[:, alone], pairs_sb[:, 0 : G - 1], 2.0, mixed_sb[:, 0:1])
+        subtract(iterations_sb[:, alone], pairs_sb[:, 1:G], pairs_sb[:, 0 : G - 1])
+        subtract(iterations_sb[:, mixed], beside_sb[:, 1:G], beside_sb[:, 0 : G - 1])
+        apply_two(step_sb[:, alone], pairs_sb[:, 0 : G - 1], nl.multiply, 2.0, nl.add, mixed_sb)
         nisa.tensor_copy(dst=step_sb[:, mixed], src=beside_sb[:, 0 : G - 1])
-        _scale_and_add(beside_step_sb[:, mixed], beside_sb[:, 0 : G - 1], 1.0, large)
-    _subtract(single_sb, single_sb, mixed_sb)
+        beside = beside_sb[:, 0 : G - 1]
+        apply_two(beside_step_sb[:, mixed], beside, nl.multiply, 1.0, nl.add, large)
+    subtract(single_sb, single_sb, mixed_sb)
     nisa.tensor_scalar(dst=single_sb, data=single_sb, op0=nl.maximum, operand0=0.0)
     divide_up(iterations_sb[:, last : last + 1], single_sb, 2)
-    _add(step_sb[:, last : last + 1], large, mixed_sb)
+    add(step_sb[:, last : last + 1], large, mixed_sb)
     iterations = iterations_sb[:, 0 : 2 * G - 1]
-    nisa.tensor_tensor_scan(
-        dst=begin_sb[:, 1 : 2 * G],
-        data0=iterations,
-        data1=iterations,
-        initial=0.0,
-        op0=nl.add,
-        op1=nl.add,
-    )
+    add_up(begin_sb[:, 1 : 2 * G], iterations, iterations)
     return _Loops(begin_sb, step_sb, beside_step_sb, every, iterations)
 
 
 def _add_odd(mixed_sb: nl.ndarray, large: nl.ndarray) -> None:
     """Add 1 where an odd number of the large steps is not among the mixed ones."""
     rest_sb, half_sb = _new(1, nl.float32), _new(1, nl.int32)
-    _subtract(rest_sb, large, mixed_sb)
+    subtract(rest_sb, large, mixed_sb)
     divide_down(half_sb, rest_sb, 2)
-    _add(mixed_sb, mixed_sb, _rest_of_two(rest_sb, half_sb))
-
-
-def _add(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
-    """Write the sum of two tiles."""
-    nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=nl.add)
-
-
-def _subtract(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
-    """Write the difference of two tiles."""
-    nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=nl.subtract)
-
-
-def _scale_and_add(dst: nl.ndarray, data: nl.ndarray, factor: float, offset: object) -> None:
-    """Write data * factor + offset, a number or one per partition."""
-    nisa.tensor_scalar(
-        dst=dst, data=data, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=offset
-    )
+    add(mixed_sb, mixed_sb, _rest_of_two(rest_sb, half_sb))
 
 
 def _number_work_tiles(
@@ -341,19 +318,19 @@ def _number_work_tiles(
     begin_sb, step_sb = _gather(loops.begin, index_sb), _gather(loops.step, index_sb)
     change_sb = _gather(loops.single, index_sb)
     since_sb, iteration_sb = _new(columns, nl.float32), _new(columns, nl.int32)
-    _subtract(since_sb, place_sb, begin_sb)
+    subtract(since_sb, place_sb, begin_sb)
     divide_down(iteration_sb, since_sb, 2)
     is_second_sb = _rest_of_two(since_sb, iteration_sb)
     # Every second loop has a single tile beside a work tile: step, or single step.
     half_sb = _new(columns, nl.int32)
     divide_down(half_sb, loop_sb, 2)
     is_mixed_sb = _rest_of_two(loop_sb, half_sb)
-    _subtract(change_sb, change_sb, step_sb)
-    _combine_scaled(change_sb, change_sb, nl.add, -1, nl.multiply, is_second_sb)
-    _subtract(change_sb, change_sb, iteration_sb)
+    subtract(change_sb, change_sb, step_sb)
+    apply_with(change_sb, change_sb, nl.add, -1.0, nl.multiply, is_second_sb)
+    subtract(change_sb, change_sb, iteration_sb)
     nisa.tensor_tensor(dst=change_sb, data1=change_sb, data2=is_mixed_sb, op=nl.multiply)
-    _add(step_sb, step_sb, since_sb)
-    _add(step_sb, step_sb, change_sb)
+    add(step_sb, step_sb, since_sb)
+    add(step_sb, step_sb, change_sb)
     if work_tiles.in_halves:
         _lose(step_sb, step_sb, nl.greater_equal, loops.num_steps)
     work_tile_sb = _new(columns, nl.float32)
@@ -362,14 +339,15 @@ def _number_work_tiles(
     elif work_tiles.in_halves:
         nisa.tensor_copy(dst=work_tile_sb, src=step_sb)
     else:
-        _scale_and_add(work_tile_sb, step_sb, float(work_tiles.num_lanes), float(lane))
+        lanes = float(work_tiles.num_lanes)
+        apply_two(work_tile_sb, step_sb, nl.multiply, lanes, nl.add, float(lane))
     return work_tile_sb
 
 
 def _rest_of_two(data: nl.ndarray, half: nl.ndarray) -> nl.ndarray:
     """Return data - 2 * half as float32."""
     rest_sb = _new(data.shape[1], nl.float32)
-    _combine_scaled(rest_sb, half, nl.multiply, -2, nl.add, data)
+    apply_with(rest_sb, half, nl.multiply, -2.0, nl.add, data)
     return rest_sb
 
 
@@ -379,7 +357,7 @@ def _lose(step_sb: nl.ndarray, data: nl.ndarray, compare: nl.DType, limit: objec
     nisa.tensor_scalar(
         dst=far_sb, data=data, op0=compare, operand0=limit, op1=nl.multiply, operand1=_FAR
     )
-    _add(step_sb, step_sb, far_sb)
+    add(step_sb, step_sb, far_sb)
 
 
 def _gather(table: nl.ndarray, index_sb: nl.ndarray) -> nl.ndarray:
@@ -421,17 +399,10 @@ def _split_runs(
     group_sb, none_sb = _new(columns, nl.int32), _new(columns, nl.float32)
     size_sb, expert_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     divide_down(group_sb, run_sb, num_experts)
-    _combine_scaled(expert_sb, group_sb, nl.multiply, -num_experts, nl.add, run_sb)
-    _scale_and_add(size_sb, group_sb, -1.0, float(work_tiles.largest))
-    nisa.tensor_scalar(
-        dst=none_sb,
-        data=size_sb,
-        op0=nl.equal,
-        operand0=0.0,
-        op1=nl.multiply,
-        operand1=float(num_experts),
-    )
-    _add(expert_sb, expert_sb, none_sb)
+    apply_with(expert_sb, group_sb, nl.multiply, float(-num_experts), nl.add, run_sb)
+    apply_two(size_sb, group_sb, nl.multiply, -1.0, nl.add, float(work_tiles.largest))
+    apply_two(none_sb, size_sb, nl.equal, 0.0, nl.multiply, float(num_experts))
+    add(expert_sb, expert_sb, none_sb)
     return expert_sb, size_sb
 
 
@@ -460,9 +431,9 @@ def _forget_repeated(expert_sb: nl.ndarray, before_sb: nl.ndarray, num_experts: 
     """Name no expert where it is that of the earlier work tile, whose weights are on chip."""
     same_sb, none_sb = _new(expert_sb.shape[1], nl.float32), _new(expert_sb.shape[1], nl.float32)
     nisa.tensor_tensor(dst=same_sb, data1=expert_sb, data2=before_sb, op=nl.equal)
-    _scale_and_add(none_sb, expert_sb, -1.0, float(num_experts))
+    apply_two(none_sb, expert_sb, nl.multiply, -1.0, nl.add, float(num_experts))
     nisa.tensor_tensor(dst=none_sb, data1=none_sb, data2=same_sb, op=nl.multiply)
-    _add(expert_sb, expert_sb, none_sb)
+    add(expert_sb, expert_sb, none_sb)
 
 
 def _place_tiles(
@@ -482,24 +453,17 @@ def _place_tiles(
     index_sb, origin_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
     nisa.tensor_copy(dst=index_sb, src=run_sb)
     # _Runs of all sizes but the largest begin after the full work tiles.
-    nisa.tensor_scalar(
-        dst=live_sb,
-        data=size_sb,
-        op0=nl.less,
-        operand0=float(largest),
-        op1=nl.multiply,
-        operand1=float(num_experts),
-    )
-    _subtract(first_sb, work_tile_sb, _gather(runs.ends, index_sb))
-    _add(origin_sb, expert_sb, live_sb)
+    apply_two(live_sb, size_sb, nl.less, float(largest), nl.multiply, float(num_experts))
+    subtract(first_sb, work_tile_sb, _gather(runs.ends, index_sb))
+    add(origin_sb, expert_sb, live_sb)
     nisa.tensor_tensor(dst=first_sb, data1=first_sb, data2=size_sb, op=nl.multiply)
-    _add(first_sb, first_sb, _gather(runs.tile, origin_sb))
+    add(first_sb, first_sb, _gather(runs.tile, origin_sb))
     place_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=place_sb, pattern=[[0, columns], [1, largest]], offset=0, channel_multiplier=0)
     wide_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
     size, first = size_sb.expand_dim(2), first_sb.expand_dim(2)
     nisa.tensor_tensor(dst=wide_sb, data1=size.broadcast(2, largest), data2=place_sb, op=nl.greater)
-    _combine_scaled(tile_sb, place_sb, nl.add, -none, nl.add, first.broadcast(2, largest))
+    apply_with(tile_sb, place_sb, nl.add, float(-none), nl.add, first.broadcast(2, largest))
     nisa.tensor_tensor(dst=tile_sb, data1=tile_sb, data2=wide_sb, op=nl.multiply)
     flat_sb = tile_sb.reshape((PARTITIONS, columns * largest))
     nisa.tensor_scalar(dst=flat_sb, data=flat_sb, op0=nl.add, operand0=float(none))
@@ -528,21 +492,14 @@ def _place_columns(
         nisa.tensor_scalar(dst=origin_sb, data=origin_sb, op0=nl.add, operand0=-1.0)
     origin = origin_sb.expand_dim(2).broadcast(2, shape[1])
     if is_backwards:
-        _subtract(places, origin, wanted)
+        subtract(places, origin, wanted)
         beyond_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=beyond_sb,
-            data=column_sb,
-            op0=nl.less,
-            operand0=0.0,
-            op1=nl.multiply,
-            operand1=2.0 * no_tile(num_tiles),
-        )
-        _add(column_sb, column_sb, beyond_sb)
+        apply_two(beyond_sb, column_sb, nl.less, 0.0, nl.multiply, 2.0 * no_tile(num_tiles))
+        add(column_sb, column_sb, beyond_sb)
     else:
-        _subtract(places, wanted, origin)
+        subtract(places, wanted, origin)
     expert = expert_sb.expand_dim(2).broadcast(2, shape[1])
-    _combine_scaled(places, places, nl.multiply, num_experts, nl.add, expert)
+    apply_with(places, places, nl.multiply, float(num_experts), nl.add, expert)
     return column_sb
 
 

@@ -19,8 +19,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.combine.folds import FoldDims, Folds
+from nki_kernels.common.arithmetic import add_up, apply_two, apply_with, divide_up
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.integers import divide_up
 from nki_kernels.common.slot_sums import tiles_of_iteration
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import TokenTiles, store_per_token
@@ -133,30 +133,16 @@ def _ranks(index_sb: nl.NkiTensor, n: int, num_experts: int) -> tuple[nl.NkiTens
     shape = (PARTITIONS, n, flat[1] // n)
     low_sb, here_sb, zeros_sb = _new(flat), _new(flat), _new(flat)
     nisa.tensor_scalar(dst=low_sb, data=index_sb, op0=nl.greater_equal, operand0=0.0)
-    nisa.scalar_tensor_tensor(
-        dst=here_sb,
-        data=index_sb,
-        op0=nl.less,
-        operand0=float(num_experts),
-        op1=nl.multiply,
-        operand1=low_sb,
-    )
+    apply_with(here_sb, index_sb, nl.less, float(num_experts), nl.multiply, low_sb)
     # One scan over all tokens of a partition; what precedes a token's first pair is taken off.
     nisa.memset(dst=zeros_sb, value=0.0)
     running_sb, before_sb, rank_sb = _new(flat), _new(flat), _new(shape)
-    _count_up_to(running_sb, here_sb, zeros_sb)
+    add_up(running_sb, here_sb, zeros_sb)
     nisa.tensor_tensor(dst=before_sb, data1=running_sb, data2=here_sb, op=nl.subtract)
     before_sb = before_sb.reshape(shape)
     first_sb = before_sb[:, :, 0].expand_dim(2).broadcast(2, shape[2])
     nisa.tensor_tensor(dst=rank_sb, data1=before_sb, data2=first_sb, op=nl.subtract)
     return rank_sb, here_sb.reshape(shape)
-
-
-def _count_up_to(dst: nl.NkiTensor, data: nl.NkiTensor, zeros_sb: nl.NkiTensor) -> None:
-    """Write the sum of the elements of a row up to each."""
-    nisa.tensor_tensor_scan(
-        dst=dst, data0=data, data1=zeros_sb, initial=0.0, op0=nl.add, op1=nl.add
-    )
 
 
 def _front(values_sb: nl.NkiTensor, rank_sb: nl.NkiTensor, most: int) -> nl.NkiTensor:
@@ -169,14 +155,7 @@ def _front(values_sb: nl.NkiTensor, rank_sb: nl.NkiTensor, most: int) -> nl.NkiT
     # A token has one pair of a rank at most: the sum over its choices is that pair, or 0.
     for rank in range(most):
         one_sb = _new(values_sb.shape)
-        nisa.scalar_tensor_tensor(
-            dst=one_sb,
-            data=rank_sb,
-            op0=nl.equal,
-            operand0=float(rank),
-            op1=nl.multiply,
-            operand1=values_sb,
-        )
+        apply_with(one_sb, rank_sb, nl.equal, float(rank), nl.multiply, values_sb)
         nisa.tensor_reduce(dst=front_sb[:, 1 : n + 1, rank], data=one_sb, op=nl.add, axis=2)
     return front_sb
 
@@ -197,15 +176,8 @@ def _places(count_sb: nl.NkiTensor, dims: FoldDims) -> tuple[nl.NkiTensor, nl.Nk
         nisa.tensor_scalar(
             dst=has_sb, data=count_sb, op0=nl.equal, operand0=float(dims.most - loop)
         )
-        _count_up_to(running_sb, has_sb, zeros_sb)
-        nisa.scalar_tensor_tensor(
-            dst=found_sb,
-            data=running_sb,
-            op0=nl.add,
-            operand0=most_sb[:, loop : loop + 1],
-            op1=nl.multiply,
-            operand1=has_sb,
-        )
+        add_up(running_sb, has_sb, zeros_sb)
+        apply_with(found_sb, running_sb, nl.add, most_sb[:, loop : loop + 1], nl.multiply, has_sb)
         nisa.tensor_tensor(dst=sum_sb, data1=place_sb, data2=found_sb, op=nl.add)
         nisa.tensor_tensor(
             dst=most_sb[:, loop + 1 : loop + 2],
@@ -230,23 +202,9 @@ def _fold_tokens(count_sb: nl.NkiTensor, place_sb: nl.NkiTensor, dims: FoldDims)
     step = F + 1  # beyond all numbers of tokens
     line_sb, key_sb, keys_sb = _new((PARTITIONS, n)), _new((PARTITIONS, n)), _new((PARTITIONS, F))
     nisa.iota(dst=line_sb, pattern=[[1, n]], offset=(F + 1) * step + 1, channel_multiplier=0)
-    nisa.scalar_tensor_tensor(
-        dst=key_sb,
-        data=place_sb,
-        op0=nl.multiply,
-        operand0=-float(step),
-        op1=nl.add,
-        operand1=line_sb,
-    )
+    apply_with(key_sb, place_sb, nl.multiply, -float(step), nl.add, line_sb)
     nisa.memset(dst=keys_sb, value=0.0)
-    nisa.scalar_tensor_tensor(
-        dst=keys_sb[:, 0:n],
-        data=count_sb,
-        op0=nl.greater,
-        operand0=float(dims.columns),
-        op1=nl.multiply,
-        operand1=key_sb,
-    )
+    apply_with(keys_sb[:, 0:n], count_sb, nl.greater, float(dims.columns), nl.multiply, key_sb)
     sorted_sb = _new((PARTITIONS, F))
     # max8 finds eight; they are taken out for the next eight.
     for first in range(0, F, _EIGHT):
@@ -267,14 +225,8 @@ def _fold_tokens(count_sb: nl.NkiTensor, place_sb: nl.NkiTensor, dims: FoldDims)
     pair_sb = _new((PARTITIONS, F, P))
     nisa.iota(dst=pair_sb, pattern=[[0, F], [1, P]], offset=0, channel_multiplier=0)
     index_sb = nl.ndarray((PARTITIONS, F, P), nl.uint32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=index_sb,
-        data=none_sb.expand_dim(2).broadcast(2, P),
-        op0=nl.multiply,
-        operand0=float(P),
-        op1=nl.add,
-        operand1=pair_sb,
-    )
+    first = none_sb.expand_dim(2).broadcast(2, P)
+    apply_with(index_sb, first, nl.multiply, float(P), nl.add, pair_sb)
     return _flat(index_sb)
 
 
@@ -305,25 +257,11 @@ def _ends(most_sb: nl.NkiTensor, dims: FoldDims) -> nl.NkiTensor:
     nisa.memset(dst=begin_sb, value=0.0)
     for loop in range(loops):
         size, left_sb = tiles_of_iteration(dims.most - loop), _new((1, 1))
-        nisa.tensor_scalar(
-            dst=left_sb,
-            data=both_sb[:, loop : loop + 1],
-            op0=nl.subtract,
-            operand0=begin_sb,
-            op1=nl.maximum,
-            operand1=0.0,
-        )
+        apply_two(left_sb, both_sb[:, loop : loop + 1], nl.subtract, begin_sb, nl.maximum, 0.0)
         iterations_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
         divide_up(iterations_sb, left_sb, size)
         end_sb = _new((1, 1))
-        nisa.scalar_tensor_tensor(
-            dst=end_sb,
-            data=iterations_sb,
-            op0=nl.multiply,
-            operand0=float(size),
-            op1=nl.add,
-            operand1=begin_sb,
-        )
+        apply_with(end_sb, iterations_sb, nl.multiply, float(size), nl.add, begin_sb)
         nisa.tensor_copy(dst=ends_sb[:, loop : loop + 1], src=end_sb)
         begin_sb = end_sb
     return ends_sb
@@ -342,14 +280,7 @@ def _with_folds(
     # Row 1 + first_row + tile * 128 + partition, of the tile before the place.
     offset = 1 + dims.first_row + (nl.program_id(0) * dims.tiles - 1) * PARTITIONS
     nisa.iota(dst=first_sb, pattern=[[1, 1]], offset=offset, channel_multiplier=1)
-    nisa.tensor_scalar(
-        dst=row_sb,
-        data=place_sb,
-        op0=nl.multiply,
-        operand0=float(PARTITIONS),
-        op1=nl.add,
-        operand1=first_sb,
-    )
+    apply_two(row_sb, place_sb, nl.multiply, float(PARTITIONS), nl.add, first_sb)
     nisa.tensor_tensor(dst=fold_sb, data1=row_sb, data2=many_sb, op=nl.multiply)
     made, few_sb = [], few_sb.expand_dim(2).broadcast(2, C)
     fronts, added = (rows_sb, front.weights_sb), (fold_sb, many_sb)

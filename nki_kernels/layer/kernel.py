@@ -68,8 +68,8 @@ import nki.language as nl
 
 from nki_kernels.combine.folds import Folds, add_folds, make_folds
 from nki_kernels.combine.kernel import combine
+from nki_kernels.common.arithmetic import apply_two, apply_with, divide_up
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.integers import divide_up
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
     TokenTiles,
@@ -220,11 +220,11 @@ def prefill_layer(
         make_output(config.experts, slot_rows(config)),
     )
     id_table = _index_tokens(chosen_by, listed, x, config)
-    b = make_buffers(config.experts, [id_table])
+    b = make_buffers(config.experts, x, [id_table])
     # Where inputs are scaled the cores meet behind the first rows, before they read scales.
     if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(listed.shared_tokens, _BOTH)
-    slots_PSH = compute_work_tiles(config.experts, b, x, _lists_of(listed, config))
+    slots_PSH = compute_work_tiles(b, _lists_of(listed, config))
     # A token's slots may be the other core's work.
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
@@ -375,14 +375,7 @@ def _list_work_tiles(
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_up(tiles_sb, total_sb, rows)
     end_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=end_sb,
-        data=tiles_sb,
-        op0=nl.multiply,
-        operand0=float(rows),
-        op1=nl.add,
-        operand1=start_sb,
-    )
+    apply_with(end_sb, tiles_sb, nl.multiply, float(rows), nl.add, start_sb)
     return (start_sb, end_sb), known
 
 
@@ -428,14 +421,7 @@ def _fill_ids(
         if some.start == some.stop:
             continue
         if len(found) > 1:
-            nisa.scalar_tensor_tensor(
-                dst=flat_sb[:, some],
-                data=found[0][:, some],
-                op0=nl.add,
-                operand0=-1.0,
-                op1=nl.add,
-                operand1=found[1][:, some],
-            )
+            apply_with(flat_sb[:, some], found[0][:, some], nl.add, -1.0, nl.add, found[1][:, some])
         else:
             nisa.tensor_scalar(
                 dst=flat_sb[:, some], data=found[0][:, some], op0=nl.add, operand0=-1.0
@@ -469,14 +455,7 @@ def _next_places(lists: TokenLists, known: KnownWorkTiles, config: PrefillLayerC
     for column_sb in known.columns:
         nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(lists.width))
         earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=earlier_sb,
-            data=column_sb,
-            op0=nl.less,
-            operand0=0.0,
-            op1=nl.multiply,
-            operand1=2.0 * NOBODY,
-        )
+        apply_two(earlier_sb, column_sb, nl.less, 0.0, nl.multiply, 2.0 * NOBODY)
         nisa.tensor_tensor(dst=column_sb, data1=column_sb, data2=earlier_sb, op=nl.add)
 
 

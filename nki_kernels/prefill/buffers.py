@@ -15,6 +15,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.arithmetic import apply_two, apply_with
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
@@ -22,6 +23,7 @@ from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import keep_below, load_table, make_tiles
 from nki_kernels.prefill.config import (
     PrefillConfig,
+    Share,
     bias_is_inside,
     first_entries,
     has_scale_table,
@@ -34,6 +36,7 @@ from nki_kernels.prefill.config import (
     largest_work_tile_of,
     mx_form,
     no_piece,
+    share_of,
     stored_rows,
     stores_pieces,
 )
@@ -65,11 +68,15 @@ class Fetched(NKIObject):
 
 @dataclass
 class Buffers(NKIObject):
-    """What stays on chip; sizes are those of memory.py.
+    """What a core works with: its part of the work, the tensors in HBM, and what stays on chip,
+    whose sizes are those of memory.py.
 
     Lists are indexed by weight buffer, parity of a work tile or row tile; one or none of some.
     """
 
+    config: PrefillConfig
+    x: Operands
+    share: Share
     gate_up: list[nl.NkiTensor]
     down: list[nl.NkiTensor]
     gate_up_bias: list[nl.NkiTensor]
@@ -124,11 +131,12 @@ def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
     return allocate(work_tile_table(config).id_table)[0]
 
 
-def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffers:
+def make_buffers(config: PrefillConfig, x: Operands, id_tables: list[nl.NkiTensor]) -> Buffers:
     """Allocate what stays on chip.
 
     Args:
         config: sizes.
+        x: what they are filled from.
         id_tables: token ids of all work tiles, of `make_id_table`, where they are on chip; none
             where they come from HBM.
     """
@@ -168,6 +176,9 @@ def make_buffers(config: PrefillConfig, id_tables: list[nl.NkiTensor]) -> Buffer
             fetched.append(Fetched(scale[number], scale_tables[number]))
     scales = _by_work_tile(config, scale)
     return Buffers(
+        config=config,
+        x=x,
+        share=share_of(config, nl.program_id(0)),
         gate_up=gate_up,
         down=down,
         gate_up_bias=biases,
@@ -268,14 +279,15 @@ class Lists(NKIObject):
     meets: bool = False
 
 
-def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def fill_first(b: Buffers, lists: Lists) -> None:
     """Load what the first work tiles need: token ids and experts; reset counters.
 
     What is loaded after the first weights waits for these, so the ids come before.
     """
+    config = b.config
     stop = first_entries(config)
     if not b.has_ids:
-        _fill_ids(config, b, lists, 0, stop)
+        _fill_ids(b, lists, 0, stop)
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     nisa.dma_copy(
         dst=b.expert_table,
@@ -299,7 +311,7 @@ def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         nisa.memset(dst=zeros_sb, value=0.0)
     _clear_rows(b)
     if is_mx(config):
-        _clear_fours(config, b)
+        _clear_fours(b)
 
 
 def _clear_rows(b: Buffers) -> None:
@@ -311,17 +323,18 @@ def _clear_rows(b: Buffers) -> None:
         nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)
 
 
-def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def fill_later(b: Buffers, lists: Lists) -> None:
     """Load the token ids of later work tiles, and their scales; the first down weights, which are
     used last, are loaded after them.
     """
+    config = b.config
     num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
     entries, first = num_work_tiles * largest, first_entries(config)
     if first < entries:
         if not b.has_ids:
-            _fill_ids(config, b, lists, first, entries)
+            _fill_ids(b, lists, first, entries)
         if has_scale_table(config):
-            _fill_scales(config, b, lists, first, entries)
+            _fill_scales(b, lists, first, entries)
     if is_alone(config.loop):
         return
     last_sb = b.id_table[0:1, num_work_tiles - 1, largest - 1 : largest]
@@ -332,16 +345,17 @@ def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         _follow(b.expert_out[s], b.expert[s], last_sb)
 
 
-def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def fill_rest(b: Buffers, lists: Lists) -> None:
     """Load what later work tiles need, beside the first weights."""
+    config = b.config
     entries, lane = b.expert_table.shape[1] * largest_work_tile_of(config), lists.lane
     nisa.dma_copy(dst=b.iterations, src=lists.class_iterations)
     if is_alone(config.loop):
-        _find_ends(config, b)
+        _find_ends(b)
     if stores_pieces(config):
-        _fill_piece_table(config, b, lists)
+        _fill_piece_table(b, lists)
     elif config.stores == "rows":
-        _fill_row_table(config, b, lists, lane * entries)
+        _fill_row_table(b, lists, lane * entries)
     for j in range(len(b.inner)):
         if bias_is_inside(config):
             spare = config.i_axis.rows
@@ -350,8 +364,9 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
 
 
-def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
+def _fill_ids(b: Buffers, lists: Lists, first: int, stop: int) -> None:
     """Load token ids of some entries."""
+    config = b.config
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     ids_sb = b.id_table.reshape((R, entries))[0:R, first:stop]
     values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
@@ -366,40 +381,39 @@ def keep_ids(config: PrefillConfig, ids_sb: nl.NkiTensor) -> None:
         nisa.tensor_scalar(dst=ids_sb, data=ids_sb, op0=nl.maximum, operand0=0.0)
 
 
-def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
+def _fill_scales(b: Buffers, lists: Lists, first: int, stop: int) -> None:
     """Load scales of some entries."""
+    config = b.config
     R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
     scales_sb = b.scale_table[0].reshape((R, entries))[0:R, first:stop]
-    values, may_miss = (
-        lists.slot_scale.reshape((config.num_tiles, R)),
-        config.loop.missing == "skip",
-    )
-    offset = lists.lane * entries + first
+    values = lists.slot_scale.reshape((config.num_tiles, R))
+    offset, may_miss = lists.lane * entries + first, config.loop.missing == "skip"
     load_table(scales_sb, values, lists.work_row_tiles, offset, 0.0, b.outer_ps[1], may_miss)
 
 
-def start_work_tiles(config: PrefillConfig, b: Buffers) -> None:
+def start_work_tiles(b: Buffers) -> None:
     """Take experts and ids of work tiles 0 and 1 from tables, of which more may be on its way.
 
     Transfers stand in one queue: weights that were issued earlier would hold up the first rows.
     """
-    R, G = config.tile_rows, largest_work_tile_of(config)
+    R, G = b.config.tile_rows, largest_work_tile_of(b.config)
     for s in range(2):
         nisa.tensor_copy(dst=b.ids[s], src=b.id_table[0:R, s, 0:G], engine=nisa.engine.gpsimd)
     for s in range(2):
         _follow(b.expert[s], b.expert_table[0:1, s : s + 1], b.ids[0][0:1, 0:1])
 
 
-def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def start_scales(b: Buffers, lists: Lists) -> None:
     """Load scales of the first work tiles, once both cores have theirs in HBM; the first rows are
     on their way.
     """
+    config = b.config
     if config.scaling == "none":
         return
     if lists.meets:
         nisa.core_barrier(lists.slot_scale, (0, 1))
     if has_scale_table(config):
-        _fill_scales(config, b, lists, 0, first_entries(config))
+        _fill_scales(b, lists, 0, first_entries(config))
     if config.scaling == "pre":
         R, G = config.tile_rows, largest_work_tile_of(config)
         for s in range(2):
@@ -419,23 +433,23 @@ def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, behind: nl.NkiTensor) ->
     )
 
 
-def _clear_fours(config: PrefillConfig, b: Buffers) -> None:
+def _clear_fours(b: Buffers) -> None:
     """Set places of words that no element fills to zero, where there are such."""
-    if config.h_axis.tail < b.transposed[0].shape[0]:
+    if b.config.h_axis.tail < b.transposed[0].shape[0]:
         for fours_sb in b.transposed:
             nisa.memset(dst=fours_sb, value=0.0, engine=nisa.engine.vector)
-    if config.i_axis.rows < b.inner[0].shape[0]:
+    if b.config.i_axis.rows < b.inner[0].shape[0]:
         for fours_sb in b.inner:
             nisa.memset(dst=fours_sb, value=0.0, engine=nisa.engine.vector)
 
 
-def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int) -> None:
+def _fill_row_table(b: Buffers, lists: Lists, offset: int) -> None:
     """Write the slot of every row that holds a token: tile * R + number; -1 for padding, which has
     no id.
 
     float32 inside, exact below 2**24 slots.
     """
-    R = config.tile_rows
+    R = b.config.tile_rows
     rows_sb = b.row_table[0]
     entries = rows_sb.shape[1] * rows_sb.shape[2]
     nisa.dma_copy(dst=rows_sb, src=lists.work_row_tiles.ap([[0, R], [1, entries]], offset=offset))
@@ -445,25 +459,19 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
     slot_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=slot_sb,
-        data=rows_sb,
-        op0=nl.multiply,
-        operand0=float(R),
-        op1=nl.add,
-        operand1=number_sb,
-    )
+    apply_two(slot_sb, rows_sb, nl.multiply, float(R), nl.add, number_sb)
     nisa.tensor_tensor(dst=slot_sb, data1=slot_sb, data2=live_sb, op=nl.multiply)
     nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
 
 
-def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def _fill_piece_table(b: Buffers, lists: Lists) -> None:
     """Write the number of every piece that holds a token, `none` for the others: tile * pieces of a
     tile + piece.
 
     A sum over the rows of a piece is 0 where none is live, else -`none` or less. float32 inside,
     exact below 2**24 slots.
     """
+    config = b.config
     R, rows = config.tile_rows, stored_rows(config)
     count, entries = R // rows, b.id_table.shape[1] * b.id_table.shape[2]
     none = no_piece(config)
@@ -477,14 +485,7 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     pieces_sb = b.piece_table[0].reshape((1, entries, count))
     for piece in range(count):
         first = piece * rows
-        nisa.tensor_scalar(
-            dst=number_sb,
-            data=tiles_sb,
-            op0=nl.multiply,
-            operand0=float(count),
-            op1=nl.add,
-            operand1=float(piece),
-        )
+        apply_two(number_sb, tiles_sb, nl.multiply, float(count), nl.add, float(piece))
         for begin in range(0, entries, BANK_FLOATS):
             end = min(entries, begin + BANK_FLOATS)
             sum_ps = b.outer_ps[piece % len(b.outer_ps)][0:1, 0 : end - begin]
@@ -495,19 +496,13 @@ def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
                 moving=live_sb[first : first + rows, begin:end],
                 accumulate=False,
             )
-            nisa.scalar_tensor_tensor(
-                dst=pieces_sb[0:1, begin:end, piece],
-                data=sum_ps,
-                op0=nl.add,
-                operand0=float(none),
-                op1=nl.maximum,
-                operand1=number_sb[0:1, begin:end],
-            )
+            found_sb, numbers = pieces_sb[0:1, begin:end, piece], number_sb[0:1, begin:end]
+            apply_with(found_sb, sum_ps, nl.add, float(none), nl.maximum, numbers)
 
 
-def _find_ends(config: PrefillConfig, b: Buffers) -> None:
+def _find_ends(b: Buffers) -> None:
     """Write where the loops over each class end, in pairs of work tiles from the first class on."""
-    sizes = iteration_pairs(config.loop)
+    sizes = iteration_pairs(b.config.loop)
     mask_sb = nl.ndarray((1, len(sizes)), dtype=nl.int32, buffer=nl.sbuf)
     # Sizes are powers of two: the mask leaves what whole iterations of that size cover.
     for k in range(len(sizes)):
@@ -526,7 +521,7 @@ def _find_ends(config: PrefillConfig, b: Buffers) -> None:
         )
 
 
-def fetch_iteration(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: int) -> None:
+def fetch_iteration(b: Buffers, pair: Any, work_tiles: int) -> None:
     """Fetch what belongs to so many work tiles from a pair on, whose number is known or in a
     register.
 
@@ -545,7 +540,7 @@ def fetch_iteration(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: in
             src=pairs_sb.ap(pattern, scalar_offset=pair, indirect_dim=1),
             engine=engines[number],
         )
-    if config.loop.skips_weights and work_tiles > 1:
+    if b.config.loop.skips_weights and work_tiles > 1:
         # An expert that the work tile before has on chip is none.
         expert_sb = b.fetched[0].own_sb[:, :, 0]
         same_sb = nl.ndarray((1, work_tiles - 1), dtype=nl.int32, buffer=nl.sbuf)
@@ -557,66 +552,54 @@ def fetch_iteration(config: PrefillConfig, b: Buffers, pair: Any, work_tiles: in
             op=nl.equal,
             engine=nisa.engine.vector,
         )
-        nisa.scalar_tensor_tensor(
-            dst=later_sb,
-            data=same_sb,
-            op0=nl.multiply,
-            operand0=float(config.E),
-            op1=nl.add,
-            operand1=later_sb,
-        )
+        apply_with(later_sb, same_sb, nl.multiply, float(b.config.E), nl.add, later_sb)
 
 
-def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:
+def look_at_expert(b: Buffers, s: int) -> None:
     """Fetch the expert of the work tile two ahead, once the gate and up weights of this one are
     there; before `look_ahead`.
     """
-    num_work_tiles = b.expert_table.shape[1]
-    _fetch(b.expert[s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.ahead)
+    _fetch(b.expert[s], b.expert_table, b.ahead)
 
 
-def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
+def look_ahead(b: Buffers, s: int) -> None:
     """Fetch token ids of the work tile two ahead, and step the counter."""
-    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
-    wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
-    _fetch(b.ids[s], b.id_table, wide, b.ahead)
-    if config.scaling == "pre":
-        _fetch(b.scale[s], b.scale_table[0], wide, b.ahead)
+    _fetch(b.ids[s], b.id_table, b.ahead)
+    if b.config.scaling == "pre":
+        _fetch(b.scale[s], b.scale_table[0], b.ahead)
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
 
 
-def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
+def look_at_first_rows(b: Buffers, s: int) -> None:
     """Fetch the token ids of the first tile of the work tile two ahead, before `look_ahead`
     does.
     """
-    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
-    first = [[num_work_tiles * largest, config.tile_rows], [1, 1]]
-    _fetch(b.first_ids[s], b.id_table, first, b.ahead)
+    _fetch(b.first_ids[s], b.id_table, b.ahead)
 
 
-def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
+def look_at_outputs(b: Buffers, s: int) -> None:
     """Fetch the row tiles that this work tile writes, and step the counter."""
-    num_work_tiles, largest = b.expert_table.shape[1], largest_work_tile_of(config)
-    wide = [[num_work_tiles * largest, config.tile_rows], [1, largest]]
-    single = [[num_work_tiles * largest, 1], [1, largest]]
+    config = b.config
     if stores_pieces(config):
-        places = b.out_tile[s].shape[1]
-        pieces = [[num_work_tiles * places, 1], [1, places]]
-        _fetch(b.out_tile[s], b.piece_table[0], pieces, b.counter)
+        _fetch(b.out_tile[s], b.piece_table[0], b.counter)
     elif config.stores == "tiles":
-        _fetch(b.out_tile[s], b.tile_table, single, b.counter)
+        _fetch(b.out_tile[s], b.tile_table, b.counter)
     else:
-        _fetch(b.out_row[s], b.row_table[0], wide, b.counter)
+        _fetch(b.out_row[s], b.row_table[0], b.counter)
     if config.scaling == "post":
-        _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
+        _fetch(b.out_scale[s], b.scale_table[0], b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
     # The down weights of the next work tile are prefetched while its other parts are still in use.
-    _fetch(b.expert_out[1 - s], b.expert_table, [[num_work_tiles, 1], [1, 1]], b.counter)
+    _fetch(b.expert_out[1 - s], b.expert_table, b.counter)
 
 
-def _fetch(
-    dst_sb: nl.NkiTensor, table_sb: nl.NkiTensor, pattern: list[list[int]], index: nl.NkiTensor
-) -> None:
-    """Copy one entry of a table, whose number is in SBUF; GpSimd has the time for it."""
+def _fetch(dst_sb: nl.NkiTensor, table_sb: nl.NkiTensor, index: nl.NkiTensor) -> None:
+    """Copy the first columns of one entry of a table [rows, V, columns] or [rows, V], whose number
+    is in SBUF; GpSimd has the time for it.
+    """
+    rows, apart = table_sb.shape[0], 1
+    for extent in table_sb.shape[1 : len(table_sb.shape)]:
+        apart *= extent
+    pattern = [[apart, rows], [1, dst_sb.shape[1]]]
     entry = table_sb.ap(pattern, scalar_offset=index, indirect_dim=1)
     nisa.tensor_copy(dst=dst_sb, src=entry, engine=nisa.engine.gpsimd)

@@ -73,12 +73,10 @@ from nki_kernels.prefill.buffers import (
 )
 from nki_kernels.prefill.config import (
     PrefillConfig,
-    Share,
     is_alone,
     iteration_pairs,
     num_partials,
     output_tiles,
-    share_of,
 )
 from nki_kernels.prefill.exchange import clear_own, run_two_work_tiles, start_apart
 from nki_kernels.prefill.loads import (
@@ -137,7 +135,7 @@ def blockwise_moe(
         class_iterations,
         lane_of(config),
     )
-    return compute_work_tiles(config, make_buffers(config, []), x, lists)
+    return compute_work_tiles(make_buffers(config, x, []), lists)
 
 
 def make_output(config: PrefillConfig, num_rows: int = 0) -> nl.NkiTensor:
@@ -152,97 +150,81 @@ def lane_of(config: PrefillConfig) -> int:
     return 0 if config.shard.num_lanes == 1 else nl.program_id(0)
 
 
-def compute_work_tiles(
-    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists
-) -> nl.NkiTensor:
+def compute_work_tiles(b: Buffers, lists: Lists) -> nl.NkiTensor:
     """Compute every slot that the work tiles name; return the output."""
-    core = nl.program_id(0)
-    share = share_of(config, core)
+    config = b.config
     # `combine` reads these zeros for a slot that is missing; of a shared output one core writes.
-    if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
-        store_zeros(config, b, x, share)
-    _prologue(config, b, x, lists, share)
+    if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or nl.program_id(0) == 0):
+        store_zeros(b)
+    _prologue(b, lists)
     begin: Any = 0
     for position in range(len(loops_of(config.loop.classes))):
         if is_alone(config.loop):
-            begin = _run_alone(config, b, x, position, begin, share)
+            begin = _run_alone(b, position, begin)
         else:
-            _run_class(config, b, x, position, share)
-    return x.output
+            _run_class(b, position)
+    return b.x.output
 
 
-def _run_alone(
-    config: PrefillConfig, b: Buffers, x: Operands, position: int, begin: Any, share: Share
-) -> Any:
+def _run_alone(b: Buffers, position: int, begin: Any) -> Any:
     """Go through the work tiles of one loop in iterations that load for themselves, from a pair on;
     return where they end.
     """
-    sizes, pairs = loops_of(config.loop.classes)[position], iteration_pairs(config.loop)
+    sizes, pairs = loops_of(b.config.loop.classes)[position], iteration_pairs(b.config.loop)
     for number in range(len(pairs)):
         # Where it is needed, not before: what comes behind waits for the register.
         end = nisa.register_alloc()
         nisa.register_load(end, b.ends[0][0:1, position, number : number + 1])
-        _loop_over(config, b, x, share, sizes, begin, end, pairs[number])
+        _loop_over(b, sizes, begin, end, pairs[number])
         begin = end
     return begin
 
 
-def _loop_over(
-    config: PrefillConfig,
-    b: Buffers,
-    x: Operands,
-    share: Share,
-    sizes: tuple[int, int],
-    begin: Any,
-    end: Any,
-    pairs: int,
-) -> None:
+def _loop_over(b: Buffers, sizes: tuple[int, int], begin: Any, end: Any, pairs: int) -> None:
     """Loop over iterations of so many pairs of work tiles."""
 
     def one_iteration(pair: Any) -> None:
-        fetch_iteration(config, b, pair, 2 * pairs)
-        _iteration_prologue(config, b, x, share, sizes)
+        fetch_iteration(b, pair, 2 * pairs)
+        _iteration_prologue(b, sizes)
         for s in range(0, 2 * pairs, 2):
-            if config.shard.splits_h:
-                run_two_work_tiles(config, b, x, share, sizes, s)
+            if b.config.shard.splits_h:
+                run_two_work_tiles(b, sizes, s)
             else:
-                _run_work_tile(config, b, x, s, sizes, share)
-                _run_work_tile(config, b, x, s + 1, sizes, share)
+                _run_work_tile(b, s, sizes)
+                _run_work_tile(b, s + 1, sizes)
 
     nl.fori_loop(begin, end, one_iteration, step=pairs)
 
 
-def _iteration_prologue(
-    config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
-) -> None:
+def _iteration_prologue(b: Buffers, sizes: tuple[int, int]) -> None:
     """Do what work tile 0 of an iteration expects to be done: its weights and rows, then those of
     work tile 1.
     """
-    loop = config.loop
+    config, loop = b.config, b.config.loop
     if config.shard.splits_h:
-        gather_rows(config, b, x, share, 0, 0)
-        start_apart(config, b, x, share)
+        gather_rows(b, 0, 0)
+        start_apart(b)
     else:
-        _load_step(config, b, x, share, 0, 0)
-        gather_rows(config, b, x, share, 0, 0)
+        _load_step(b, 0, 0)
+        gather_rows(b, 0, 0)
     for j in range(1, min(sizes[0], loop.row_buffers)):
-        gather_rows(config, b, x, share, 0, j)
+        gather_rows(b, 0, j)
     if loop.first_buffers == 2:
-        gather_rows(config, b, x, share, 1, 0)
+        gather_rows(b, 1, 0)
     if not config.shard.splits_h:
-        _load_behind(config, b, x, share)
-    transpose_tile(config, b, 0, 0)
+        _load_behind(b)
+    transpose_tile(b, 0, 0)
     # The single buffer of first tiles is free now.
     if loop.first_buffers == 1:
-        gather_rows(config, b, x, share, 1, 0)
+        gather_rows(b, 1, 0)
 
 
-def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+def _load_behind(b: Buffers) -> None:
     """Load what the first work tile of an iteration needs beyond its weights, then the next one's.
 
     Rows that are issued first are first in the queues, as GpSimd touches experts after them.
     """
-    loop = config.loop
+    loop = b.config.loop
     steps, buffers = loop.in_parts * loop.h_parts, range(loop.weight_buffers)
     experts_sb = b.fetched[0].own_sb[0:1, 0 : b.work_tiles]
     # Copied onto themselves: the loads below read them, and so wait until GpSimd has issued the
@@ -251,22 +233,23 @@ def _load_behind(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -
     for work_tile in range(2):
         for step in buffers:
             if step > 0 and step // steps == work_tile:
-                _load_step(config, b, x, share, 0, step)
+                _load_step(b, 0, step)
         for part in buffers:
             if part // loop.out_parts == work_tile:
-                _load_part(config, b, x, share, 0, part)
+                _load_part(b, 0, part)
 
 
-def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
+def _run_class(b: Buffers, position: int) -> None:
     """Go through the work tiles of one loop, two an iteration."""
+    config = b.config
     sizes = loops_of(config.loop.classes)[position]
 
     def two_work_tiles(_iteration: int) -> None:
         if config.shard.splits_h:
-            run_two_work_tiles(config, b, x, share, sizes)
+            run_two_work_tiles(b, sizes)
         else:
-            _run_work_tile(config, b, x, 0, sizes, share)
-            _run_work_tile(config, b, x, 1, sizes, share)
+            _run_work_tile(b, 0, sizes)
+            _run_work_tile(b, 1, sizes)
 
     if config.loop.is_dynamic:
         iterations = nisa.register_alloc()
@@ -278,140 +261,122 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
             two_work_tiles(_iteration)
 
 
-def _prologue(config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share) -> None:
+def _prologue(b: Buffers, lists: Lists) -> None:
     """Do what work tile 0 expects to be done: its weights and rows, the first rows of work tile 1.
 
     The first rows come before the weights, which are used once they are transposed.
     """
-    loop = config.loop
-    fill_first(config, b, lists)
+    loop = b.config.loop
+    fill_first(b, lists)
     if is_alone(loop):
-        start_scales(config, b, lists)
-        fill_later(config, b, lists)
-        fill_rest(config, b, lists)
-        clear_own(config, b)
+        start_scales(b, lists)
+        fill_later(b, lists)
+        fill_rest(b, lists)
+        clear_own(b)
         return
-    start_work_tiles(config, b)
-    gather_rows(config, b, x, share, 0, 0)
-    start_scales(config, b, lists)
+    start_work_tiles(b)
+    gather_rows(b, 0, 0)
+    start_scales(b, lists)
     # Once transposed, a single buffer of first tiles is free for that of work tile 1.
     waits = loop.first_buffers == 1
     if not waits:
-        gather_rows(config, b, x, share, 1, 0)
-    if config.shard.splits_h:
-        start_apart(config, b, x, share)
-        clear_own(config, b)
-        fill_later(config, b, lists)
+        gather_rows(b, 1, 0)
+    if b.config.shard.splits_h:
+        start_apart(b)
+        clear_own(b)
+        fill_later(b, lists)
     else:
         for step in range(loop.weight_buffers):
-            _load_step(config, b, x, share, 0, step)
-        fill_later(config, b, lists)
+            _load_step(b, 0, step)
+        fill_later(b, lists)
         for part in range(loop.weight_buffers):
-            _load_part(config, b, x, share, 0, part)
+            _load_part(b, 0, part)
     for j in range(1, loop.row_buffers):
-        gather_rows(config, b, x, share, 0, j)
-    fill_rest(config, b, lists)
-    transpose_tile(config, b, 0, 0)
+        gather_rows(b, 0, j)
+    fill_rest(b, lists)
+    transpose_tile(b, 0, 0)
     if waits:
-        gather_rows(config, b, x, share, 1, 0)
+        gather_rows(b, 1, 0)
 
 
-def _run_work_tile(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
-) -> None:
+def _run_work_tile(b: Buffers, s: int, sizes: tuple[int, int]) -> None:
     """Compute the row tiles of one work tile of an iteration, and load what the next two need.
 
     The first tile of the next work tile is transposed before this one's down projection, so that
     the tensor engine has work while the last activation is computed.
     """
+    config = b.config
     following, alone = work_tile_after(b, s, 1), is_alone(config.loop)
     size, next_size = sizes[s % 2], sizes[1 - s % 2] if following >= 0 else 0
     if not alone:
-        look_at_outputs(config, b, s)
-    gather_early(config, b, x, share, s)
+        look_at_outputs(b, s)
+    gather_early(b, s)
     # A smaller work tile leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
-        gather_rows(config, b, x, share, following, j)
-    _go_in(config, b, x, s, size, next_size, share)
+        gather_rows(b, following, j)
+    _go_in(b, s, size, next_size)
     if following >= 0:
-        transpose_tile(config, b, following, 0)
+        transpose_tile(b, following, 0)
     # This work tile has used its expert and ids: they become those of the work tile two ahead,
     # whose first rows take the buffer that was just transposed.
     if not alone:
-        look_ahead(config, b, s)
-    gather_late(config, b, x, share, s)
+        look_ahead(b, s)
+    gather_late(b, s)
     if config.has_scales:
-        spread_down_scale(config, b, s)
-    _go_out(config, b, x, s, size, s % 2 * sizes[0], share)
+        spread_down_scale(b, s)
+    _go_out(b, s, size, s % 2 * sizes[0])
 
 
-def _go_in(
-    config: PrefillConfig,
-    b: Buffers,
-    x: Operands,
-    s: int,
-    size: int,
-    next_size: int,
-    share: Share,
-) -> None:
+def _go_in(b: Buffers, s: int, size: int, next_size: int) -> None:
     """Do the gate and up projections of a work tile, part by part of the intermediate axis, and of
     the hidden axis inside.
     """
-    loop = config.loop
+    loop = b.config.loop
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
-    last = config.i_axis.count - 1
+    last = b.config.i_axis.count - 1
     steps = parts * h_parts
     for step in range(steps):
         part, h_part = step // h_parts, step % h_parts
         buffer = (s * steps + step) % buffers
         beside = (s * parts + part) % buffers
         if h_part == 0:
-            prepare_part(config, b, beside)
+            prepare_part(b, beside)
         # A part of weights meets all row tiles before the next part: its buffer is free the sooner.
         for j in range(size):
             for tile in range(last):
-                project_in(config, b, buffer, beside, s, j, part, h_part, tile)
+                project_in(b, buffer, beside, s, j, part, h_part, tile)
             # The next tile is transposed before the last product of this one, so that the engines
             # that copy it are done when its own products begin.
             if step == 0 and j + 1 < size:
-                transpose_tile(config, b, s, j + 1)
-                gather_after(config, b, x, share, s, j + 1, size, next_size)
-            project_in(config, b, buffer, beside, s, j, part, h_part, last)
+                transpose_tile(b, s, j + 1)
+                gather_after(b, s, j + 1, size, next_size)
+            project_in(b, buffer, beside, s, j, part, h_part, last)
         # No load of gate and up weights needs this work tile's expert any more; the next one may
         # be for the work tile two ahead.
         if step == steps - 1 and not is_alone(loop):
-            look_at_expert(config, b, s)
-        _load_step(config, b, x, share, s, step + loop.weight_buffers)
+            look_at_expert(b, s)
+        _load_step(b, s, step + loop.weight_buffers)
 
 
-def _go_out(
-    config: PrefillConfig,
-    b: Buffers,
-    x: Operands,
-    s: int,
-    size: int,
-    first_outer: int,
-    share: Share,
-) -> None:
+def _go_out(b: Buffers, s: int, size: int, first_outer: int) -> None:
     """Do the down projection of a work tile, part by part of the hidden axis, and store its
     rows.
     """
+    config = b.config
     parts = config.loop.out_parts
     for part in range(parts):
         for j in range(size):
             outer = (first_outer + j) % config.loop.outer_buffers
             # The columns of a row come part by part; its transfer needs all of them.
-            project_out(config, b, s, j, part, share.adds_bias, outer)
+            project_out(b, s, j, part, outer)
             if part == parts - 1:
-                store_rows(config, b, x, share, s, j, outer)
-        _load_part(config, b, x, share, s, part + config.loop.weight_buffers)
+                store_rows(b, s, j, outer)
+        _load_part(b, s, part + config.loop.weight_buffers)
 
 
-def _load_step(
-    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, step: int
-) -> None:
+def _load_step(b: Buffers, s: int, step: int) -> None:
     """Load a part of the gate and up weights, counted from the first one of work tile s."""
-    loop = config.loop
+    loop = b.config.loop
     steps = loop.in_parts * loop.h_parts
     work_tile = work_tile_after(b, s, step // steps)
     if work_tile < 0:
@@ -420,16 +385,13 @@ def _load_step(
     part, h_part = step % steps // loop.h_parts, step % loop.h_parts
     if h_part == 0:
         beside = (s * loop.in_parts + step // loop.h_parts) % loop.weight_buffers
-        load_beside(config, b, x, share, expert, beside, part)
-    load_gate_up(
-        config, b, x, share, expert, (s * steps + step) % loop.weight_buffers, part, h_part
-    )
+        load_beside(b, expert, beside, part)
+    load_gate_up(b, expert, (s * steps + step) % loop.weight_buffers, part, h_part)
 
 
-def _load_part(
-    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, part: int
-) -> None:
+def _load_part(b: Buffers, s: int, part: int) -> None:
     """Load a part of the down weights, counted from the first one of work tile s."""
+    config = b.config
     parts = config.loop.out_parts
     work_tile, buffer = (
         work_tile_after(b, s, part // parts),
@@ -437,9 +399,9 @@ def _load_part(
     )
     if is_alone(config.loop):
         if work_tile >= 0:
-            load_down(config, b, x, share, b.expert[work_tile], buffer, part % parts, work_tile)
+            load_down(b, b.expert[work_tile], buffer, part % parts, work_tile)
         return
     # `expert` of this parity is that of the work tile two ahead by now (`look_at_expert`);
     # `expert_out` keeps those whose down weights are still to come.
     expert = b.expert[s] if part // parts == 2 else b.expert_out[work_tile]
-    load_down(config, b, x, share, expert, buffer, part % parts, work_tile)
+    load_down(b, expert, buffer, part % parts, work_tile)

@@ -9,6 +9,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.chip import BANK_FLOATS
 from nki_kernels.common.formula import early_offset, num_projections
 from nki_kernels.common.tiles import (
@@ -24,10 +25,9 @@ from nki_kernels.common.tiles import (
     transpose_rows,
     when_missing,
 )
-from nki_kernels.prefill.buffers import Buffers, Operands
+from nki_kernels.prefill.buffers import Buffers
 from nki_kernels.prefill.config import (
     PrefillConfig,
-    Share,
     bias_is_inside,
     bias_terms,
     core_width,
@@ -39,6 +39,7 @@ from nki_kernels.prefill.config import (
 )
 from nki_kernels.prefill.loads import row_buffer, transposed_buffer
 from nki_kernels.prefill.mx_stages import (
+    evict,
     multiply_words_in,
     project_words_out,
     quantize_inner,
@@ -46,8 +47,9 @@ from nki_kernels.prefill.mx_stages import (
 )
 
 
-def transpose_tile(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+def transpose_tile(b: Buffers, s: int, j: int) -> None:
     """Transpose the rows of a row tile, scaled first if the configuration says so."""
+    config = b.config
     rows_sb = b.rows[row_buffer(config, s, j)]
     if config.scaling == "pre":
         # In place: only the transposes below read these rows.
@@ -58,17 +60,18 @@ def transpose_tile(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
             operand0=b.scale[s][0 : config.tile_rows, j : j + 1],
         )
     if is_mx(config):
-        transpose_into_words(config, b, rows_sb, transposed_buffer(config, j), j)
+        transpose_into_words(b, rows_sb, transposed_buffer(config, j), j)
         return
     transposed_sb = b.transposed[transposed_buffer(config, j)]
     transpose_rows(transposed_sb, rows_sb, config.h_axis, b.transposed_ps, config.tile_rows)
 
 
-def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
+def spread_down_scale(b: Buffers, s: int) -> None:
     """Broadcast the scales of the output columns over the rows: a sum of three bfloat16 terms.
 
     float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
     """
+    config = b.config
     width, R, kept = core_width(config), config.tile_rows, s % config.loop.weight_buffers
     # A matmul with ones adds the three rows and has the sum on all partitions. Its banks are those
     # of output rows, whose products come next.
@@ -87,57 +90,44 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
 
 
 def project_in(
-    config: PrefillConfig,
-    b: Buffers,
-    buffer: int,
-    beside: int,
-    s: int,
-    j: int,
-    part: int,
-    h_part: int,
-    tile: int,
+    b: Buffers, buffer: int, beside: int, s: int, j: int, part: int, h_part: int, tile: int
 ) -> None:
     """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product.
 
     Those of all parts of the hidden axis but the last only add to PSUM.
 
     Args:
-        config, b: sizes and buffers.
+        b: sizes and buffers.
         buffer: of the weights.
         beside: of their biases and scales.
         s, j: work tile and row tile.
         part, h_part: of the intermediate and of the hidden axis.
         tile: of the part.
     """
+    config = b.config
     # Two banks alternate, one filled while the other is activated. With parts of H every sum of the
     # work tile waits in PSUM for the last part, and has a place of its own.
     if config.loop.h_parts == 1:
         bank_ps = b.inner_ps[inner_turn(config, j, part, tile)]
     else:
         bank_ps = b.inner_ps[j * config.i_axis.count + tile]
-    multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps)
+    multiply_in(b, buffer, s, j, tile, h_part, bank_ps)
     if h_part + 1 < config.loop.h_parts:
         return
-    finish_in(config, b, beside, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
+    finish_in(b, beside, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
     if is_mx(config) and tile == config.i_axis.count - 1:
-        quantize_inner(config, b, inner_buffer(config, s, j), part)
+        quantize_inner(b, inner_buffer(config, s, j), part)
 
 
 def multiply_in(
-    config: PrefillConfig,
-    b: Buffers,
-    buffer: int,
-    s: int,
-    j: int,
-    tile: int,
-    h_part: int,
-    bank_ps: nl.NkiTensor,
+    b: Buffers, buffer: int, s: int, j: int, tile: int, h_part: int, bank_ps: nl.NkiTensor
 ) -> None:
     """Multiply a row tile with one tile of the gate and up weights, one part of this core's share
     of H.
     """
+    config = b.config
     if is_mx(config):
-        multiply_words_in(config, b, buffer, transposed_buffer(config, j), tile, bank_ps)
+        multiply_words_in(b, buffer, transposed_buffer(config, j), tile, bank_ps)
         return
     h_axis, R = config.h_axis, bank_ps.shape[2]
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
@@ -158,18 +148,12 @@ def multiply_in(
 
 
 def finish_in(
-    config: PrefillConfig,
-    b: Buffers,
-    buffer: int,
-    s: int,
-    j: int,
-    part: int,
-    tile: int,
-    projected: nl.NkiTensor,
+    b: Buffers, buffer: int, s: int, j: int, part: int, tile: int, projected: nl.NkiTensor
 ) -> None:
     """Make of projections [rows, 2 or 1, R] a tile of what goes into the down projection; without
     a gate the activation is that of the only projection, and there is no product.
     """
+    config = b.config
     rows, R = rows_of(config.i_axis, tile), projected.shape[2]
     turn = inner_turn(config, j, part, tile)
     gate_sb, up_sb = b.gate[turn][0:rows, 0:R], b.up[turn][0:rows, 0:R]
@@ -180,12 +164,12 @@ def finish_in(
         inner_sb = inner_sb[0:rows, part * config.i_axis.count + tile, 0:R]
     gate, up = projected[0:rows, 0, 0:R], projected[0:rows, projected.shape[1] - 1, 0:R]
     if not config.formula.has_gate:
-        _activate(config, b, buffer, tile, inner_sb, gate, gate_sb, up_sb)
+        _activate(b, buffer, tile, inner_sb, gate, gate_sb, up_sb)
         return
     # The activation may use the scratch of the up projection, so it comes first.
-    _activate(config, b, buffer, tile, gate_sb, gate, gate_sb, up_sb)
+    _activate(b, buffer, tile, gate_sb, gate, gate_sb, up_sb)
     # The last to read the projections, whose place is free for another tile behind this.
-    operators, operands = _chain(config, b, buffer, tile, 1)
+    operators, operands = _chain(b, buffer, tile, 1)
     finish_up(config.formula, inner_sb, up_sb, up, operators, operands, gate_sb)
 
 
@@ -201,10 +185,9 @@ def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
     return s % 2 * largest_work_tile_of(config) + j if config.shard.splits_h else j
 
 
-def _chain(
-    config: PrefillConfig, b: Buffers, buffer: int, tile: int, half: int
-) -> tuple[list[Any], list[Any]]:
+def _chain(b: Buffers, buffer: int, tile: int, half: int) -> tuple[list[Any], list[Any]]:
     """Return the scalar operators and operands of a projection: scale, bias, clamps."""
+    config = b.config
     operators = []
     operands = []
     rows = rows_of(config.i_axis, tile)
@@ -234,7 +217,6 @@ def _chain(
 
 
 def _activate(
-    config: PrefillConfig,
     b: Buffers,
     buffer: int,
     tile: int,
@@ -247,6 +229,7 @@ def _activate(
 
     The scratch tiles of both projections, `gate_sb` and `up_sb`, may be written.
     """
+    config = b.config
     formula = config.formula
     function, factor = gate_function(formula), 1.0 if is_fused(formula) else formula.scale
     clamps = formula.gate_limits if formula.has_gate else formula.up_limits
@@ -257,7 +240,7 @@ def _activate(
         bias_sb = b.gate_up_bias[buffer][0 : rows_of(config.i_axis, tile), 0, tile : tile + 1]
         nisa.activation(dst=dst_sb, op=function, data=gate, bias=bias_sb)
         return
-    operators, operands = _chain(config, b, buffer, tile, 0)
+    operators, operands = _chain(b, buffer, tile, 0)
     source = apply_chain(gate_sb, gate, operators, operands)
     if multiplies:
         nisa.activation(dst=up_sb, op=function, data=source, scale=factor)
@@ -266,20 +249,13 @@ def _activate(
         nisa.activation(dst=dst_sb, op=function, data=source, scale=factor)
 
 
-def project_out(
-    config: PrefillConfig,
-    b: Buffers,
-    s: int,
-    j: int,
-    part: int,
-    adds_bias: bool,
-    outer: int,
-) -> None:
+def project_out(b: Buffers, s: int, j: int, part: int, outer: int) -> None:
     """Multiply a row tile with one part of the columns of the down weights; leave the result in
     `outer`.
     """
+    config = b.config
     if is_mx(config):
-        project_words_out(config, b, s % config.loop.weight_buffers, s, j, adds_bias, outer)
+        project_words_out(b, s % config.loop.weight_buffers, s, j, outer)
         return
     i_axis, R = config.i_axis, config.tile_rows
     buffer = (s * config.loop.out_parts + part) % config.loop.weight_buffers
@@ -294,7 +270,7 @@ def project_out(
         for t in range(config.loop.in_parts * i_axis.count):
             depth = rows_of(i_axis, t % i_axis.count)
             # One row more: ones in inner (`fill_rest`), the bias in the weights (`load_down`).
-            if t == 0 and adds_bias and bias_is_inside(config):
+            if t == 0 and b.share.adds_bias and bias_is_inside(config):
                 depth = depth + 1
             # Here rows are stationary: the product has them on the partitions, as they are stored.
             nisa.nc_matmul(
@@ -305,7 +281,7 @@ def project_out(
             )
         if config.formula.has_down_bias and not bias_is_inside(config):
             # Both cores have the same instructions: one that adds no bias adds zeros.
-            factor_sb = b.ones if adds_bias else b.zeros[0]
+            factor_sb = b.ones if b.share.adds_bias else b.zeros[0]
             nisa.nc_matmul(
                 dst=bank_ps,
                 stationary=factor_sb[0 : bias_terms(config), 0:R],
@@ -313,20 +289,14 @@ def project_out(
                 accumulate=True,
             )
         first = part * columns
-        _evict_rows(config, b, s, j, bank_ps, turn, slice(first + begin, first + end), outer)
+        _evict_rows(b, s, j, bank_ps, turn, slice(first + begin, first + end), outer)
 
 
 def _evict_rows(
-    config: PrefillConfig,
-    b: Buffers,
-    s: int,
-    j: int,
-    rows_ps: nl.NkiTensor,
-    turn: int,
-    columns: slice,
-    outer: int,
+    b: Buffers, s: int, j: int, rows_ps: nl.NkiTensor, turn: int, columns: slice, outer: int
 ) -> None:
     """Move columns of output rows out of PSUM: scale them and round once."""
+    config = b.config
     R = rows_ps.shape[0]
     outer_sb = b.outer[outer][0:R, columns]
     if config.has_scales:
@@ -334,50 +304,29 @@ def _evict_rows(
         # no PSUM.
         row_sb = b.down_scale[s % config.loop.weight_buffers][0:R, columns]
         if config.scaling == "post":
-            nisa.scalar_tensor_tensor(
-                dst=outer_sb,
-                data=rows_ps,
-                op0=nl.multiply,
-                operand0=b.out_scale[s][0:R, j : j + 1],
-                op1=nl.multiply,
-                operand1=row_sb,
-            )
+            scale = b.out_scale[s][0:R, j : j + 1]
+            apply_with(outer_sb, rows_ps, nl.multiply, scale, nl.multiply, row_sb)
         else:
             nisa.tensor_tensor(dst=outer_sb, data1=rows_ps, data2=row_sb, op=nl.multiply)
-    elif config.scaling == "post":
-        nisa.tensor_scalar(
-            dst=outer_sb,
-            data=rows_ps,
-            op0=nl.multiply,
-            operand0=b.out_scale[s][0:R, j : j + 1],
-            engine=nisa.engine.vector if turn % 2 == 1 else nisa.engine.scalar,
-        )
     else:
-        copy_alternating(outer_sb, rows_ps, turn + 1)
+        evict(b, s, j, outer_sb, rows_ps, turn)
 
 
-def store_rows(
-    config: PrefillConfig,
-    b: Buffers,
-    x: Operands,
-    share: Share,
-    s: int,
-    j: int,
-    outer: int,
-) -> None:
+def store_rows(b: Buffers, s: int, j: int, outer: int) -> None:
     """Write the rows of a tile to their slots; a missing tile moves no data."""
+    config = b.config
     R, H, width = config.tile_rows, config.H, core_width(config)
-    num_partials, num_rows = x.output.shape[0], x.output.shape[1]
+    num_partials, num_rows = b.x.output.shape[0], b.x.output.shape[1]
     if config.stores == "tiles" or stores_pieces(config):
         each = stored_rows(config)
         count = R // each
-        pieces = x.output.reshape((num_partials * num_rows // each, each, H))
+        pieces = b.x.output.reshape((num_partials * num_rows // each, each, H))
         for piece in range(count):
             place = j * count + piece
             nisa.dma_copy(
                 dst=pieces.ap(
                     [[H, each], [1, width]],
-                    offset=share.partial * num_rows * H + share.h_first,
+                    offset=b.share.partial * num_rows * H + b.share.h_first,
                     scalar_offset=b.out_tile[s][0:1, place : place + 1],
                     indirect_dim=0,
                 ),
@@ -388,11 +337,11 @@ def store_rows(
                 engine=nisa.engine.scalar if piece % 2 == 0 else nisa.engine.sync,
             )
     else:
-        rows = x.output.reshape((num_partials * num_rows, H))
+        rows = b.x.output.reshape((num_partials * num_rows, H))
         nisa.dma_copy(
             dst=rows.ap(
                 [[H, R], [1, width]],
-                offset=share.partial * num_rows * H + share.h_first,
+                offset=b.share.partial * num_rows * H + b.share.h_first,
                 vector_offset=b.out_row[s][0:R, j : j + 1],
             ),
             src=b.outer[outer],
@@ -401,12 +350,12 @@ def store_rows(
         )
 
 
-def store_zeros(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+def store_zeros(b: Buffers) -> None:
     """Write zeros to the last row of this core's output, for whoever misses a slot."""
-    H, width, num_rows = config.H, core_width(config), x.output.shape[1]
+    H, width, num_rows = b.config.H, core_width(b.config), b.x.output.shape[1]
     row_sb = b.outer[0][0:1, 0:width]
     nisa.memset(dst=row_sb, value=0.0)
-    last = (share.partial + 1) * num_rows - 1
+    last = (b.share.partial + 1) * num_rows - 1
     nisa.dma_copy(
-        dst=x.output.ap([[H, 1], [1, width]], offset=last * H + share.h_first), src=row_sb
+        dst=b.x.output.ap([[H, 1], [1, width]], offset=last * H + b.share.h_first), src=row_sb
     )

@@ -52,6 +52,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.arithmetic import apply_with
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS, SBUF_BYTES
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.router_choice import (
@@ -88,8 +89,12 @@ _NORM_PSUM_BYTES = 8192  # per partition, half of PSUM
 
 @dataclass
 class _RouterConstants(nl.NKIObject):
-    """What every tile uses: tiles in SBUF, each repeated on all partitions."""
+    """What every tile uses: operands, sizes, and tiles in SBUF, each repeated on all partitions."""
 
+    x: Any  # RouterOperands
+    config: RouterConfig
+    table: RouterTable
+    tokens: TokenTiles
     weight_sb: nl.ndarray  # [128 of H, H / 128, E], transposed
     bias_sb: nl.ndarray  # [128, E] float32
     selection_bias_sb: nl.ndarray  # [128, E] float32
@@ -216,18 +221,16 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
             loaded.append(_load_hidden(x, squares_sb, config, table, tokens, step))
         if config.has_norm and 0 <= step - squared and step - squared < tokens.count:
             first = loaded.pop(0)
-            normed.append(_normalize(first, x, constants, config, table, tokens, step - squared))
+            normed.append(_normalize(first, constants, step - squared))
         if 0 <= step - early and step - early < tokens.count:
             rows_sb = normed.pop(0) if config.has_norm else loaded.pop(0).hidden_sb
-            transposed.append(_transpose_hidden(rows_sb, constants, table, step - early))
+            transposed.append(_transpose_hidden(rows_sb, constants, step - early))
         if step == early + ahead:
-            _load_router(constants, x, config, table, tokens)
+            _load_router(constants)
         if 0 <= step - early - ahead and step - early - ahead < tokens.count:
-            logits.append(_multiply(transposed.pop(0), constants, config))
+            logits.append(_multiply(transposed.pop(0), constants))
         if 0 <= step - early - 2 * ahead:
-            _choose_tile(
-                x, constants, config, routed, tokens, step - early - 2 * ahead, logits.pop(0)
-            )
+            _choose_tile(constants, routed, step - early - 2 * ahead, logits.pop(0))
     _number_choices(routed, config, tokens)
     return routed
 
@@ -298,16 +301,12 @@ def _write_indices(routed: RoutedTiles, config: RouterConfig, tiles: slice, rows
 
 
 def _choose_tile(
-    x: RouterOperands,
-    constants: _RouterConstants,
-    config: RouterConfig,
-    routed: RoutedTiles,
-    tokens: TokenTiles,
-    tile: int,
-    logits_ps: nl.ndarray,
+    constants: _RouterConstants, routed: RoutedTiles, tile: int, logits_ps: nl.ndarray
 ) -> None:
     """Choose the experts of a tile's tokens and score them; store their logits if asked."""
-    rows, top_k, num_experts = tile_rows(tokens, tile), config.formula.top_k, config.num_experts
+    config = constants.config
+    tokens, top_k, num_experts = constants.tokens, config.formula.top_k, config.num_experts
+    rows = tile_rows(tokens, tile)
     column = slice(tile, tile + 1)
     if config.has_gate:
         gate_ps = logits_ps[:, num_experts : num_rows(config)]
@@ -315,7 +314,7 @@ def _choose_tile(
         logits_ps = logits_ps[:, 0:num_experts]
     logits = finish_logits(logits_ps, constants.bias_sb, config.formula)
     if config.returns_logits:
-        target = token_rows(x.logits_TE, tokens, tile, 0, num_experts)
+        target = token_rows(constants.x.logits_TE, tokens, tile, 0, num_experts)
         nisa.dma_copy(dst=target, src=logits[:, 0:num_experts])
     picked = pick_into(
         routed.best_sb[0:rows, tile, :],
@@ -357,7 +356,9 @@ def _load_norm(
     """Repeat the norm's weight on the partitions in use; `_load_router` does what is left."""
     weight_sb, hidden_size = allocate(table.weight)[0], x.hidden_TH.shape[1]
     used = used_partitions(tokens)
-    constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)
+    constants = _RouterConstants(
+        x, config, table, tokens, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb
+    )
     if config.has_norm:
         norm_sb = nl.ndarray((used, hidden_size), x.norm_weight_1H.dtype, buffer=nl.sbuf)
         constants.norm_weight_sb = _repeat_row(x.norm_weight_1H, norm_sb)
@@ -371,27 +372,23 @@ def _load_norm(
     return constants
 
 
-def _load_router(
-    constants: _RouterConstants,
-    x: RouterOperands,
-    config: RouterConfig,
-    table: RouterTable,
-    tokens: TokenTiles,
-) -> None:
+def _load_router(constants: _RouterConstants) -> None:
     """Load and transpose the router's weight; repeat its biases on the partitions in use."""
-    router_weight_EH, weight_sb = x.router_weight_EH, constants.weight_sb
-    num_experts, used = router_weight_EH.shape[0], used_partitions(tokens)
+    config = constants.config
+    router_weight_EH, weight_sb = constants.x.router_weight_EH, constants.weight_sb
+    num_experts, used = router_weight_EH.shape[0], used_partitions(constants.tokens)
     for expert in range(0, num_experts, PARTITIONS):
         rows = min(PARTITIONS, num_experts - expert)
         source = router_weight_EH[expert : expert + rows, :]
         _load_transposed(weight_sb[:, :, expert : expert + rows], source)
     if config.has_gate:
-        _load_transposed(weight_sb[:, :, num_experts : num_rows(config)], x.gate_1H)
+        _load_transposed(weight_sb[:, :, num_experts : num_rows(config)], constants.x.gate_1H)
     if config.formula.has_bias:
-        constants.bias_sb = _repeat_row(x.bias_1E, allocate_rows(table.bias, used))
+        bias_sb = allocate_rows(constants.table.bias, used)
+        constants.bias_sb = _repeat_row(constants.x.bias_1E, bias_sb)
     if config.formula.has_selection_bias:
-        selection_bias_sb = allocate_rows(table.selection_bias, used)
-        constants.selection_bias_sb = _repeat_row(x.selection_bias_1E, selection_bias_sb)
+        selection_bias_sb = allocate_rows(constants.table.selection_bias, used)
+        constants.selection_bias_sb = _repeat_row(constants.x.selection_bias_1E, selection_bias_sb)
 
 
 def _norm_columns(norm_sb: nl.ndarray, table: RouterTable) -> int:
@@ -453,13 +450,11 @@ def _turn(target_sb: nl.ndarray, source_sb: nl.ndarray, tile: int) -> None:
         number += 1
 
 
-def _transpose_hidden(
-    hidden_sb: nl.ndarray, constants: _RouterConstants, table: RouterTable, tile: int
-) -> nl.ndarray:
+def _transpose_hidden(hidden_sb: nl.ndarray, constants: _RouterConstants, tile: int) -> nl.ndarray:
     """Return rows of tokens as [128 of H, H / 128, rows]."""
     chunks = constants.weight_sb.shape[1]
     shape = (PARTITIONS, chunks, hidden_sb.shape[0])
-    transposed_sb = nl.ndarray(shape, table.transposed.dtype, buffer=nl.sbuf)
+    transposed_sb = nl.ndarray(shape, constants.table.transposed.dtype, buffer=nl.sbuf)
     _turn(transposed_sb, hidden_sb, tile)
     return transposed_sb
 
@@ -494,19 +489,11 @@ def _load_hidden(
     return _LoadedTile(hidden_sb, scale_sb)
 
 
-def _normalize(
-    loaded: _LoadedTile,
-    x: RouterOperands,
-    constants: _RouterConstants,
-    config: RouterConfig,
-    table: RouterTable,
-    tokens: TokenTiles,
-    tile: int,
-) -> nl.ndarray:
+def _normalize(loaded: _LoadedTile, constants: _RouterConstants, tile: int) -> nl.ndarray:
     """Return RMSNorm of the rows [rows, H], and store it."""
-    hidden_sb, hidden_size = loaded.hidden_sb, x.hidden_TH.shape[1]
+    hidden_sb, hidden_size = loaded.hidden_sb, constants.x.hidden_TH.shape[1]
     rows = hidden_sb.shape[0]
-    normed_sb = allocate_rows(table.normed, rows)
+    normed_sb = allocate_rows(constants.table.normed, rows)
     _clear_tail(normed_sb, hidden_size)
     # A root of the Scalar engine would change its table twice a tile. GpSimd takes it a step after
     # the squares, for which it would wait otherwise.
@@ -514,14 +501,14 @@ def _normalize(
         dst=loaded.scale_sb,
         data=loaded.scale_sb,
         op0=nl.add,
-        operand0=config.norm_eps,
+        operand0=constants.config.norm_eps,
         op1=nl.power,
         operand1=-0.5,
         engine=nisa.engine.gpsimd,
     )
     # The Vector engine reads one operand from SBUF and one from PSUM at full rate, two of SBUF at
     # half of it. GpSimd, which does little else, takes a share of the columns.
-    first = hidden_size - gpsimd_columns(table, hidden_size)
+    first = hidden_size - gpsimd_columns(constants.table, hidden_size)
     fast = min(first, constants.norm_weight_ps.shape[1])
     weight_ps, scale_sb = constants.norm_weight_ps, loaded.scale_sb
     _apply_norm(normed_sb[:, 0:fast], hidden_sb[:, 0:fast], scale_sb, weight_ps[:, 0:fast])
@@ -532,7 +519,7 @@ def _normalize(
     for start in range(first, hidden_size, PIECE):
         piece = slice(start, min(start + PIECE, hidden_size))
         _normalize_piece(normed_sb[:, piece], hidden_sb[:, piece], piece, loaded, constants)
-    target = token_rows(x.normed_TH, tokens, tile, 0, hidden_size)
+    target = token_rows(constants.x.normed_TH, constants.tokens, tile, 0, hidden_size)
     nisa.dma_copy(dst=target, src=normed_sb[:, 0:hidden_size])
     return normed_sb
 
@@ -557,25 +544,16 @@ def _apply_norm(
     normed: nl.ndarray, hidden: nl.ndarray, scale_sb: nl.ndarray, weight: nl.ndarray
 ) -> None:
     """Write hidden * scale * weight, views [rows, columns]."""
-    nisa.scalar_tensor_tensor(
-        dst=normed,
-        data=hidden,
-        op0=nl.multiply,
-        operand0=scale_sb,
-        op1=nl.multiply,
-        operand1=weight[0 : hidden.shape[0], :],
-    )
+    apply_with(normed, hidden, nl.multiply, scale_sb, nl.multiply, weight[0 : hidden.shape[0], :])
 
 
-def _multiply(
-    transposed_sb: nl.ndarray, constants: _RouterConstants, config: RouterConfig
-) -> nl.ndarray:
+def _multiply(transposed_sb: nl.ndarray, constants: _RouterConstants) -> nl.ndarray:
     """Return the products of a tile, [rows, E] float32 in PSUM."""
     rows = transposed_sb.shape[2]
     num_chunks, num_experts = constants.weight_sb.shape[1:3]
     logits_ps = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.psum)
     for chunk in range(num_chunks):
-        depth = min(PARTITIONS, config.hidden_size - chunk * PARTITIONS)
+        depth = min(PARTITIONS, constants.config.hidden_size - chunk * PARTITIONS)
         weight_sb = constants.weight_sb[0:depth, chunk, :]
         multiply_banks(logits_ps, transposed_sb[0:depth, chunk, :], weight_sb, chunk > 0)
     return logits_ps

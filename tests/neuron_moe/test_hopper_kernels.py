@@ -26,7 +26,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from neuron_moe.backends.cuda import decode_kernels, hopper
 from neuron_moe.backends.cuda.products import Product
-from neuron_moe.backends.cuda.records import constants_of
+from neuron_moe.backends.cuda.records import kernel_formula
 from neuron_moe.backends.cuda.tiles import HopperTile, decode_tile, token_tile
 from nki_kernels.common.formula import ExpertFormula, limits
 
@@ -102,7 +102,9 @@ def compile_for_hopper(
 
 def compile_product(formula: ExpertFormula = SILU, **fields: Any) -> Any:
     sizes = {"num_experts": 8, "height": 512, "depth": 768, "width": 2048, "top_k": 4}
-    product = Product(HopperTile(), programs=132, **sizes, **constants_of(formula), **fields)
+    product = Product(
+        HopperTile(), programs=132, **sizes, formula=kernel_formula(formula), **fields
+    )
     stored = product.stored_block
     blocks = {
         "left_desc": product.left_block,
@@ -163,7 +165,7 @@ def compile_token(formula: ExpertFormula = SILU) -> Any:
         "PARTS": 1,
         "HAS_FIRST_BIAS": True,
         "HAS_BIAS": True,
-        **constants_of(formula),
+        "FORMULA": kernel_formula(formula),
         "TOP_K": 4,
         "ROWS": tile.rows,
         "DEPTH_PART": tile.depth_part,

@@ -9,15 +9,11 @@ from triton import jit
 
 @jit
 def load_lines(
-    matrix_ptr,
-    scale_ptr,
+    stack,
     expert,
     start,
     column,
     is_column,
-    expert_stride,
-    depth_stride,
-    width_stride,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -27,8 +23,10 @@ def load_lines(
     """Return BLOCK_DEPTH lines of an expert's matrix from `start` on, and, of MXFP4, those that are
     in the high halves of their bytes.
 
-    A line is one of the matrix or, of MXFP4, of bytes. Codes of fp8 are not scaled.
+    A line is one of the matrix or, of MXFP4, of bytes. Codes of fp8 are not scaled. The stack is
+    all matrices, their scales, and the strides of an expert, a line and a column.
     """
+    matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride = stack
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     line = start + tl.arange(0, BLOCK_DEPTH)
     place = line[:, None] * depth_stride + column[None, :] * width_stride
@@ -67,16 +65,13 @@ def decode_lines(
     line = start + tl.arange(0, BLOCK_DEPTH)
     column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     is_column = column < WIDTH
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     low, high = load_lines(
-        matrix_ptr,
-        scale_ptr,
+        stack,
         expert,
         start,
         column,
         is_column,
-        expert_stride,
-        depth_stride,
-        width_stride,
         DEPTH,
         WIDTH,
         BLOCK_DEPTH,

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode_kernels
-from neuron_moe.backends.cuda.records import Matrices, constants_of, form_of
+from neuron_moe.backends.cuda.records import Matrices, form_of, kernel_formula
 from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile, token_tile
 from nki_kernels.common.formula import ExpertFormula, num_projections
 
@@ -65,7 +65,7 @@ def forward(
         I=I,
         PARTS=first_SPI.shape[0],
         HAS_BIAS=bias_EI is not None,
-        **constants_of(formula),
+        FORMULA=kernel_formula(formula),
         BLOCK=block,
         num_warps=2,
     )
@@ -124,7 +124,7 @@ def _finish_token(
         PARTS=grid[2],
         HAS_FIRST_BIAS=bias_EI is not None,
         HAS_BIAS=bias_EH is not None,
-        **constants_of(formula),
+        FORMULA=kernel_formula(formula),
         TOP_K=top_k,
         ROWS=tile.rows,
         DEPTH_PART=tile.depth_part,

@@ -67,6 +67,7 @@ def project_pairs(
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     if OVERLAPS:
         gdc_launch_dependents()
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     part = tl.program_id(2)
     if COUNTERS == 0:
         expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
@@ -90,15 +91,11 @@ def project_pairs(
                 source_ptr,
                 row_place,
                 is_row,
-                matrix_ptr,
-                scale_ptr,
+                stack,
                 number,
                 start,
                 column,
                 is_column,
-                expert_stride,
-                depth_stride,
-                width_stride,
                 DEPTH,
                 WIDTH,
                 BLOCK_DEPTH,
@@ -123,48 +120,24 @@ def _activated(
     I: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
 ):
     """Return the activation of some columns of a pair's first product, the sum of its PARTS."""
-    WIDTH: tl.constexpr = 2 * I if HAS_GATE else I
+    WIDTH: tl.constexpr = 2 * I if FORMULA.has_gate else I
     inside = column < tl.where(expert >= 0, I, 0)
     gate = tl.zeros(column.shape, tl.float32)
     up = tl.zeros(column.shape, tl.float32)
     for part in tl.static_range(PARTS):
         place = (part * num_pairs + pair).to(tl.int64) * WIDTH + column
         up += tl.load(parts_ptr + place + (WIDTH - I), mask=inside, other=0.0)
-        if HAS_GATE:
+        if FORMULA.has_gate:
             gate += tl.load(parts_ptr + place, mask=inside, other=0.0)
     if HAS_BIAS:
         place = expert.to(tl.int64) * WIDTH + column
         up += tl.load(bias_ptr + place + (WIDTH - I), mask=inside, other=0.0).to(tl.float32)
-        if HAS_GATE:
+        if FORMULA.has_gate:
             gate += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    value, _, _ = _expert_act(
-        gate,
-        up,
-        ACT,
-        SCALE,
-        HAS_GATE,
-        GATES_ITSELF,
-        GATE_LOW,
-        GATE_HIGH,
-        UP_LOW,
-        UP_HIGH,
-        UP_OFFSET,
-        GATE_CAP,
-        UP_CAP,
-    )
+    value, _, _ = _expert_act(gate, up, FORMULA)
     return value
 
 
@@ -178,17 +151,7 @@ def activate_pairs(
     I: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the PARTS of a pair's first product, and store its activation: out [P, I]."""
@@ -204,17 +167,7 @@ def activate_pairs(
         I,
         PARTS,
         HAS_BIAS,
-        ACT,
-        SCALE,
-        HAS_GATE,
-        GATES_ITSELF,
-        GATE_LOW,
-        GATE_HIGH,
-        UP_LOW,
-        UP_HIGH,
-        UP_OFFSET,
-        GATE_CAP,
-        UP_CAP,
+        FORMULA,
     )
     value = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * I + column, value, mask=column < I)
@@ -309,17 +262,7 @@ def finish_token(
     PARTS: tl.constexpr,
     HAS_FIRST_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
     TOP_K: tl.constexpr,
     DEPTH_PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -335,6 +278,7 @@ def finish_token(
     last of a block of columns adds the parts in their order.
     """
     LINES: tl.constexpr = I // 2 if FORMAT == "mxfp4" else I
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     pair, part = tl.program_id(0), tl.program_id(2)
     expert = tl.load(index_ptr + pair)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -347,15 +291,11 @@ def finish_token(
         end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
             matrix, others = load_lines(
-                matrix_ptr,
-                scale_ptr,
+                stack,
                 number,
                 start,
                 column,
                 column < H,
-                expert_stride,
-                depth_stride,
-                width_stride,
                 I,
                 H,
                 BLOCK_DEPTH,
@@ -374,17 +314,7 @@ def finish_token(
                     I,
                     FIRST_PARTS,
                     HAS_FIRST_BIAS,
-                    ACT,
-                    SCALE,
-                    HAS_GATE,
-                    GATES_ITSELF,
-                    GATE_LOW,
-                    GATE_HIGH,
-                    UP_LOW,
-                    UP_HIGH,
-                    UP_OFFSET,
-                    GATE_CAP,
-                    UP_CAP,
+                    FORMULA,
                 )
                 middle = tl.where(is_row & (line < LINES)[None, :], middle[None, :], 0.0)
                 middle = middle.to(out_ptr.dtype.element_ty)

@@ -237,32 +237,8 @@ def _put(out_desc, staging, value, first, row, column, AXES: gl.constexpr, PART:
 @jit
 def _activate(gate, up, P: gl.constexpr):
     """Return what the down projection takes."""
-    ACT: gl.constexpr = P.ACT
-    SCALE: gl.constexpr = P.SCALE
-    HAS_GATE: gl.constexpr = P.HAS_GATE
-    GATES_ITSELF: gl.constexpr = P.GATES_ITSELF
-    GATE_LOW: gl.constexpr = P.GATE_LOW
-    GATE_HIGH: gl.constexpr = P.GATE_HIGH
-    UP_LOW: gl.constexpr = P.UP_LOW
-    UP_HIGH: gl.constexpr = P.UP_HIGH
-    UP_OFFSET: gl.constexpr = P.UP_OFFSET
-    GATE_CAP: gl.constexpr = P.GATE_CAP
-    UP_CAP: gl.constexpr = P.UP_CAP
-    value, _, _ = _expert_act(
-        gate,
-        up,
-        ACT,
-        SCALE,
-        HAS_GATE,
-        GATES_ITSELF,
-        GATE_LOW,
-        GATE_HIGH,
-        UP_LOW,
-        UP_HIGH,
-        UP_OFFSET,
-        GATE_CAP,
-        UP_CAP,
-    )
+    FORMULA: gl.constexpr = P.formula
+    value, _, _ = _expert_act(gate, up, FORMULA)
     return value
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.cuda.products import BLOCK_DEPTH, BLOCK_ROWS, Product
-from neuron_moe.backends.cuda.records import Results, SortedRows, constants_of
+from neuron_moe.backends.cuda.records import Results, SortedRows, kernel_formula
 from neuron_moe.backends.cuda.tiles import HopperTile
 from nki_kernels.common.formula import ExpertFormula
 
@@ -69,7 +69,7 @@ def project(
         width,
         rows.top_k,
         _programs(source.device),
-        **constants_of(formula or ExpertFormula()),
+        kernel_formula(formula or ExpertFormula()),
         gathers="left" if gathers else "none",
         right_is_transposed=is_transposed,
         has_bias=bias is not None,
@@ -117,7 +117,7 @@ def transposed(
         width,
         rows.top_k,
         _programs(left.device),
-        **constants_of(ExpertFormula()),
+        kernel_formula(ExpertFormula()),
         gathers="left" if gathers[0] else "right" if gathers[1] else "none",
         sums_rows=True,
     )

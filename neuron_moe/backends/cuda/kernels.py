@@ -205,35 +205,21 @@ def _cap(value, CAP: tl.constexpr):
 
 
 @jit
-def _expert_act(
-    gate,
-    up,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
-):
+def _expert_act(gate, up, FORMULA: tl.constexpr):
     """Return what the down projection takes, and its derivatives by gate and up."""
-    up, up_inside = _clamp(up, UP_LOW, UP_HIGH)
-    if not HAS_GATE:
-        value, slope = _act(up * SCALE, ACT)
-        return value, up_inside, slope * SCALE * up_inside
-    gate, gate_inside = _clamp(gate, GATE_LOW, GATE_HIGH)
-    value, slope = _act(gate * SCALE, ACT)
-    slope = slope * SCALE
-    if GATES_ITSELF:
-        gate, gate_slope = _cap(gate, GATE_CAP)
+    up, up_inside = _clamp(up, FORMULA.up_low, FORMULA.up_high)
+    if not FORMULA.has_gate:
+        value, slope = _act(up * FORMULA.scale, FORMULA.act)
+        return value, up_inside, slope * FORMULA.scale * up_inside
+    gate, gate_inside = _clamp(gate, FORMULA.gate_low, FORMULA.gate_high)
+    value, slope = _act(gate * FORMULA.scale, FORMULA.act)
+    slope = slope * FORMULA.scale
+    if FORMULA.gates_itself:
+        gate, gate_slope = _cap(gate, FORMULA.gate_cap)
         slope = value * gate_slope + gate * slope
         value = gate * value
-    up, up_slope = _cap(up, UP_CAP)
-    up = up + UP_OFFSET
+    up, up_slope = _cap(up, FORMULA.up_cap)
+    up = up + FORMULA.up_offset
     return value * up, slope * up * gate_inside, value * up_inside * up_slope
 
 
@@ -243,15 +229,11 @@ def _add_product(
     rows_ptr,
     row_place,
     is_row,
-    matrix_ptr,
-    scale_ptr,
+    stack,
     expert,
     start,
     column,
     is_column,
-    expert_stride,
-    depth_stride,
-    width_stride,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -270,15 +252,11 @@ def _add_product(
     if FORMAT == "mxfp4":
         other_rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
     matrix, others = load_lines(
-        matrix_ptr,
-        scale_ptr,
+        stack,
         expert,
         start,
         column,
         is_column,
-        expert_stride,
-        depth_stride,
-        width_stride,
         DEPTH,
         WIDTH,
         BLOCK_DEPTH,
@@ -314,17 +292,7 @@ def project(
     HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     KEEPS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -339,13 +307,14 @@ def project(
     are gates, then ups, WIDTH in all: a tile takes BLOCK_WIDTH / 2 of both, one product. KEEPS
     stores the product of the first kept_tiles as well. Rows of `out` count from first_tile.
     """
-    PAIRED: tl.constexpr = ACTIVATES and HAS_GATE
+    PAIRED: tl.constexpr = ACTIVATES and FORMULA.has_gate
     SPAN: tl.constexpr = BLOCK_WIDTH // 2 if PAIRED else BLOCK_WIDTH
     COLUMNS: tl.constexpr = WIDTH // 2 if PAIRED else WIDTH
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     column_tiles: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     num_tiles = tl.maximum(tl.load(num_tiles_ptr) - first_tile, 0)
     within = tl.arange(0, BLOCK_WIDTH)
+    stack = matrix_ptr, scale_ptr, expert_stride, depth_stride, width_stride
     for number in tl.range(tl.program_id(0), num_tiles * column_tiles, PROGRAMS):
         tile, column = _tile_of(number, num_tiles, column_tiles, GROUP)
         expert = tl.load(tile_expert_ptr + first_tile + tile).to(tl.int64)
@@ -367,15 +336,11 @@ def project(
                 rows_ptr,
                 source * DEPTH,
                 is_row,
-                matrix_ptr,
-                scale_ptr,
+                stack,
                 expert,
                 start,
                 wide,
                 is_column,
-                expert_stride,
-                depth_stride,
-                width_stride,
                 DEPTH,
                 WIDTH,
                 BLOCK_DEPTH,
@@ -409,21 +374,7 @@ def project(
             else:
                 gate = sums
                 up = sums
-            value, _, _ = _expert_act(
-                gate,
-                up,
-                ACT,
-                SCALE,
-                HAS_GATE,
-                GATES_ITSELF,
-                GATE_LOW,
-                GATE_HIGH,
-                UP_LOW,
-                UP_HIGH,
-                UP_OFFSET,
-                GATE_CAP,
-                UP_CAP,
-            )
+            value, _, _ = _expert_act(gate, up, FORMULA)
             out = column * SPAN + tl.arange(0, SPAN)
             tl.store(
                 out_ptr + place * COLUMNS + out[None, :],
@@ -513,17 +464,7 @@ def differentiate(
     I: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    GATES_ITSELF: tl.constexpr,
-    GATE_LOW: tl.constexpr,
-    GATE_HIGH: tl.constexpr,
-    UP_LOW: tl.constexpr,
-    UP_HIGH: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
+    FORMULA: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -532,7 +473,7 @@ def differentiate(
 
     h is read from `kept` for the first kept_tiles, else from `fresh`, whose rows count from there.
     """
-    WIDTH: tl.constexpr = 2 * I if HAS_GATE else I
+    WIDTH: tl.constexpr = 2 * I if FORMULA.has_gate else I
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(0) * ROWS // BLOCK_ROWS
     if tile < tl.load(num_tiles_ptr):
@@ -554,24 +495,12 @@ def differentiate(
             gate += tl.load(fresh_ptr + fresh * WIDTH + column, mask=inside & is_fresh, other=0.0)
             up += tl.load(fresh_ptr + fresh * WIDTH + up_column, mask=inside & is_fresh, other=0.0)
             value, gate_slope, up_slope = _expert_act(
-                gate.to(tl.float32),
-                up.to(tl.float32),
-                ACT,
-                SCALE,
-                HAS_GATE,
-                GATES_ITSELF,
-                GATE_LOW,
-                GATE_HIGH,
-                UP_LOW,
-                UP_HIGH,
-                UP_OFFSET,
-                GATE_CAP,
-                UP_CAP,
+                gate.to(tl.float32), up.to(tl.float32), FORMULA
             )
             slope_of_weight += tl.sum(tl.where(inside, back * value, 0.0), axis=1)
             back = back * weight[:, None]
             kind = product_ptr.dtype.element_ty
-            if HAS_GATE:
+            if FORMULA.has_gate:
                 tl.store(
                     product_ptr + place * WIDTH + column, (back * gate_slope).to(kind), mask=inside
                 )

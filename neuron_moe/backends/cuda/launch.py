@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import codes_kernels, decode, hopper_launch, kernels
-from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, constants_of, form_of
+from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, form_of, kernel_formula
 from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
     HopperTile,
@@ -305,7 +305,7 @@ def _middle_gradients(
         I=I,
         TOP_K=rows.top_k,
         HAS_BIAS=weights.down_bias_EH is not None,
-        **constants_of(formula),
+        FORMULA=kernel_formula(formula),
         BLOCK_ROWS=rows.rows,
         ROWS=height,
         BLOCK=line,
@@ -369,7 +369,7 @@ def _project(
         HAS_BIAS=bias is not None,
         ACTIVATES=formula is not None,
         KEEPS=keeps > 0,
-        **constants_of(formula or ExpertFormula()),
+        FORMULA=kernel_formula(formula or ExpertFormula()),
         BLOCK_ROWS=rows.rows,
         **_fitted(tile, values.shape[1], width),
         PROGRAMS=programs,

@@ -67,20 +67,12 @@ def _experts(
 
 @_experts.register_fake
 def _(
-    hidden: Tensor,
-    affinities: Tensor,
-    index: Tensor,
-    first: Tensor,
-    first_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    formula: str,
-    save_percent: int,
+    hidden: Tensor, affinities: Tensor, index: Tensor, first: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_experts, _, width = first.shape
     num_tokens, top_k = index.shape
     _, tile_rows = launch.most_tiles(num_tokens, top_k, num_experts)
-    rows = launch.kept_tiles(num_tokens, top_k, num_experts, save_percent) * tile_rows
+    rows = launch.kept_tiles(num_tokens, top_k, num_experts, rest[-1]) * tile_rows
     size = launch.order_size(num_tokens, top_k, num_experts) if rows else 0
     return torch.empty_like(hidden), hidden.new_empty((rows, width)), index.new_empty(size)
 
@@ -132,29 +124,10 @@ def _experts_backward(
 
 
 @_experts_backward.register_fake
-def _(
-    gradient: Tensor,
-    hidden: Tensor,
-    affinities: Tensor,
-    index: Tensor,
-    kept: Tensor,
-    order: Tensor,
-    first: Tensor,
-    first_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    formula: str,
-    save_percent: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, hidden: Tensor, affinities: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    operands = hidden, affinities, *rest[3:7]
     none = hidden.new_empty(0)
-    return (
-        torch.empty_like(hidden),
-        torch.empty_like(affinities),
-        torch.empty_like(first),
-        none if first_bias is None else torch.empty_like(first_bias),
-        torch.empty_like(down),
-        hidden.new_empty(0) if down_bias is None else torch.empty_like(down_bias),
-    )
+    return tuple(none if each is None else torch.empty_like(each) for each in operands)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -6,6 +6,7 @@ Axes: E experts, R rows, H hidden, I intermediate.
 import math
 from dataclasses import dataclass
 
+from neuron_moe.backends.cuda.records import KernelFormula
 from neuron_moe.backends.cuda.tiles import HopperTile
 
 BLOCK_ROWS, PART_ROWS, BLOCK_DEPTH = 128, 64, 64  # of a tile, of a consumer, of a step
@@ -16,8 +17,6 @@ _ELEMENT_BYTES = 2
 class Product:
     """One compiled form of `hopper.multiply`.
 
-    Capitals are the fields of an ExpertFormula, as `kernels` names them.
-
     Attributes:
         tile: its sizes.
         num_experts: E.
@@ -26,6 +25,7 @@ class Product:
         width: columns of the result, gates and ups both.
         top_k: pairs of a token.
         programs: multiprocessors.
+        formula: of the experts.
         gathers: operand whose rows are read by token: 'none', 'left' or 'right'.
         sums_rows: each expert's left rows, transposed, times its right rows.
         right_is_transposed: matrices are stored as [E, width, depth].
@@ -42,17 +42,7 @@ class Product:
     width: int
     top_k: int
     programs: int
-    ACT: str
-    SCALE: float
-    HAS_GATE: bool
-    GATES_ITSELF: bool
-    GATE_LOW: float
-    GATE_HIGH: float
-    UP_LOW: float
-    UP_HIGH: float
-    UP_OFFSET: float
-    GATE_CAP: float
-    UP_CAP: float
+    formula: KernelFormula
     gathers: str = "none"
     sums_rows: bool = False
     right_is_transposed: bool = False
@@ -64,7 +54,7 @@ class Product:
     @property
     def is_paired(self) -> bool:
         """Columns are gates, then ups, and a tile takes as many of both."""
-        return self.activates and self.HAS_GATE
+        return self.activates and self.formula.has_gate
 
     @property
     def columns(self) -> int:

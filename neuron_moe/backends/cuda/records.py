@@ -4,7 +4,9 @@ Axes: T tokens, K choices, P pairs, E experts, R rows, H hidden, I intermediate.
 """
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,23 +88,37 @@ class Results(NamedTuple):
     copied: Tensor | None = None
 
 
-def constants_of(formula: ExpertFormula) -> dict[str, Any]:
+@dataclass(frozen=True)
+class KernelFormula:
+    """A formula as the kernels take it: bounds are infinite where it has none."""
+
+    act: str
+    scale: float
+    has_gate: bool
+    gates_itself: bool
+    gate_low: float
+    gate_high: float
+    up_low: float
+    up_high: float
+    up_offset: float
+    gate_cap: float
+    up_cap: float
+
+
+@lru_cache
+def kernel_formula(formula: ExpertFormula) -> KernelFormula:
     """Return a formula as the kernels take it."""
-    gate_low, gate_high = _bounds(formula.gate_limits)
-    up_low, up_high = _bounds(formula.up_limits)
-    return {
-        "ACT": formula.activation,
-        "SCALE": formula.scale,
-        "HAS_GATE": formula.has_gate,
-        "GATES_ITSELF": formula.gates_itself,
-        "GATE_LOW": gate_low,
-        "GATE_HIGH": gate_high,
-        "UP_LOW": up_low,
-        "UP_HIGH": up_high,
-        "UP_OFFSET": formula.up_offset,
-        "GATE_CAP": formula.gate_softcap,
-        "UP_CAP": formula.up_softcap,
-    }
+    return KernelFormula(
+        formula.activation,
+        formula.scale,
+        formula.has_gate,
+        formula.gates_itself,
+        *_bounds(formula.gate_limits),
+        *_bounds(formula.up_limits),
+        formula.up_offset,
+        formula.gate_softcap,
+        formula.up_softcap,
+    )
 
 
 def _bounds(limits: Limits) -> tuple[float, float]:

@@ -4,6 +4,7 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -44,7 +45,71 @@ from nki_kernels.decode import (
 
 
 @dataclass(frozen=True, eq=False)
-class LayerPlan(Plan):
+class FusedPlan(Plan):
+    """A whole layer in one launch."""
+
+    @property
+    @abstractmethod
+    def launch(self) -> Launch:
+        """The launch."""
+
+    @property
+    def is_fused(self) -> bool:
+        """It is."""
+        return True
+
+    def launches(self, own_tokens: int | None = None) -> tuple[Launch, ...]:
+        """Return the launch."""
+        return (self.launch,)
+
+    def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
+        """Compute the layer for T tokens, [T, H] bfloat16."""
+        check_call(hidden_TH)
+        check_router(self.parts.router)
+        is_real_T1 = None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1)
+        output_TH, *routed = run(self.launch, hidden=hidden_TH, is_real=is_real_T1)
+        return FusedOutput(output_TH, different_choices(routed[1]) if routed else None)
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Refuse: the choices stay on chip."""
+        raise NotImplementedError(f"{self._kernel}: routes inside its launch. Call layer().")
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Refuse: the choices stay on chip."""
+        raise NotImplementedError(f"{self._kernel}: computes the whole layer. Call layer().")
+
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get another plan, or several launches."""
+        apart = "one launch: moe_fused_kernel_enabled=False of MoEFusedTKGConfig"
+        return (*super().changes(), apart)
+
+    @property
+    def _kernel(self) -> str:
+        return self.decision.kernel.removeprefix("nki.")
+
+    def stages_note(self) -> str:
+        """Return a line about what the launch computes."""
+        is_prefill = self._kernel == "prefill_layer"
+        parts = {
+            "rmsnorm": self.has_norm,
+            "router": True,
+            "index": is_prefill,
+            "routed experts": True,
+            "shared experts": self.parts.shared is not None,
+            "combine": is_prefill,
+            "residual": self.adds_input,
+        }
+        return f"one kernel: {', '.join(name for name, is_there in parts.items() if is_there)}"
+
+    def norm_note(self) -> tuple[str, ...]:
+        """Return a line about a norm that the launch does not compute."""
+        if self.parts.norm is None or self.has_norm:
+            return ()
+        return ("before it: rmsnorm, another norm than x * weight / rms(x)",)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan(FusedPlan):
     """Few tokens, from the norm to the shared experts in one launch.
 
     Attributes:
@@ -52,11 +117,6 @@ class LayerPlan(Plan):
     """
 
     config: Any
-
-    @property
-    def is_fused(self) -> bool:
-        """It is."""
-        return True
 
     @property
     def has_norm(self) -> bool:
@@ -69,28 +129,13 @@ class LayerPlan(Plan):
         return bool(self.config.form.has_residual)
 
     @cached_property
-    def _launch(self) -> Launch:
+    def launch(self) -> Launch:
+        """The launch of decode_layer."""
         parts, moe = self.parts, self.config.moe
         shape = (moe.T, moe.H)
         return fused_launch(
             self, decode_layer, self.config, shape, _weight_operands(parts, self.config)
         )
-
-    def launches(self, own_tokens: int | None = None) -> tuple[Launch, ...]:
-        """Return the launch of decode_layer."""
-        return (self._launch,)
-
-    def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
-        """Compute the layer for T tokens, [T, H] bfloat16."""
-        return run_fused(self, self._launch, hidden_TH, is_real_T)
-
-    def route(self, hidden_TH: Tensor) -> Routing:
-        """Refuse: the choices stay on chip."""
-        raise NotImplementedError("decode_layer: routes inside its launch. Call layer().")
-
-    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Refuse: the choices stay on chip."""
-        raise NotImplementedError("decode_layer: computes the whole layer. Call layer().")
 
     def chosen(self) -> dict[str, Any]:
         """Return the mode, in the words of a tuned plan."""
@@ -98,28 +143,17 @@ class LayerPlan(Plan):
 
     def changes(self) -> tuple[str, ...]:
         """Say how to get the other mode, or several launches."""
-        apart = "one launch: moe_fused_kernel_enabled=False of MoEFusedTKGConfig"
-        return (*mode_changes(self.path), apart)
+        return (*mode_changes(self.path), *super().changes())
 
     def notes(self) -> tuple[str, ...]:
         """Say how the kernel goes through the experts, and what else it computes."""
-        parts = {
-            "rmsnorm": self.has_norm,
-            "router": True,
-            "routed experts": True,
-            "shared experts": self.parts.shared is not None,
-            "residual": self.adds_input,
-        }
-        fused = ", ".join(name for name, is_there in parts.items() if is_there)
-        notes = (
+        return (
             describe(self.config.moe),
-            f"one kernel: {fused}",
+            self.stages_note(),
             format_note(self.parts.weights),
             *features.decode_notes(self.config.moe),
+            *self.norm_note(),
         )
-        if self.parts.norm is None or self.has_norm:
-            return notes
-        return (*notes, "before it: rmsnorm, another norm than x * weight / rms(x)")
 
 
 def layer_config(parts: LayerParts, step: Step, path: str | None) -> Any:
@@ -235,17 +269,6 @@ def fused_launch(
     }
     outputs = ("output", "affinities", "index") if plan.parts.returns_routing else ("output",)
     return Launch(kernel, plan.parts.tuning.num_cores, {"config": config}, operands, outputs)
-
-
-def run_fused(
-    plan: Plan, launch: Launch, hidden_TH: Tensor, is_real_T: Tensor | None
-) -> FusedOutput:
-    """Run the launch of a whole layer for T tokens, [T, H] bfloat16."""
-    check_call(hidden_TH)
-    check_router(plan.parts.router)
-    is_real_T1 = None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1)
-    output_TH, *routed = run(launch, hidden=hidden_TH, is_real=is_real_T1)
-    return FusedOutput(output_TH, different_choices(routed[1]) if routed else None)
 
 
 def _weight_operands(parts: LayerParts, config: Any) -> dict[str, Tensor | None]:

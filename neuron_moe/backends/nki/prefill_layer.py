@@ -15,17 +15,14 @@ from neuron_moe.backends.nki import features
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import Launch, numbers_near
 from neuron_moe.backends.nki.layer import (
+    FusedPlan,
     fused_launch,
-    run_fused,
     shared_format,
     shared_weights,
 )
 from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts, columns_of
 from neuron_moe.backends.nki.router import router_config, router_form
-from neuron_moe.plan import FusedOutput
-from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
-from neuron_moe.weights.expert_weights import LocalRouting
 from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.layer import (
     PrefillLayerConfig,
@@ -38,13 +35,8 @@ from nki_kernels.prefill import ExpertSizes, PrefillConfig, stored_parts
 
 
 @dataclass(frozen=True, eq=False)
-class PrefillLayerPlan(PrefillPlan):
+class PrefillLayerPlan(FusedPlan, PrefillPlan):
     """Many tokens, from the norm to the weighted sum in one launch; `apart` is empty."""
-
-    @property
-    def is_fused(self) -> bool:
-        """It is."""
-        return True
 
     @property
     def adds_input(self) -> bool:
@@ -113,18 +105,15 @@ class PrefillLayerPlan(PrefillPlan):
         return _shared_config(formula, sizes, made.config.num_tokens, made.config, request)
 
     @cached_property
-    def _launch(self) -> Launch:
+    def launch(self) -> Launch:
+        """The launch of prefill_layer."""
         config = self.config
         shape = (config.experts.num_tokens, config.experts.H)
         return fused_launch(self, prefill_layer, config, shape, self._weight_operands())
 
-    def launches(self, own_tokens: int | None = None) -> tuple[Launch, ...]:
-        """Return the launch of prefill_layer."""
-        return (self._launch,)
-
     def prepare(self) -> None:
         """Put weights in the form that the launch reads."""
-        _ = self._launch
+        _ = self.launch
 
     def _weight_operands(self) -> dict[str, Tensor | None]:
         parts, norm = self.parts, self.norm
@@ -162,18 +151,6 @@ class PrefillLayerPlan(PrefillPlan):
             operands["shared_gate"] = self.parts.forms.get(f"layer gate {dtype}", shorten)
         return operands
 
-    def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
-        """Compute the layer for T tokens, [T, H] bfloat16."""
-        return run_fused(self, self._launch, hidden_TH, is_real_T)
-
-    def route(self, hidden_TH: Tensor) -> Routing:
-        """Refuse: the choices stay on chip."""
-        raise NotImplementedError("prefill_layer: routes inside its launch. Call layer().")
-
-    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Refuse: the choices stay on chip."""
-        raise NotImplementedError("prefill_layer: computes the whole layer. Call layer().")
-
     def why_apart(self) -> str:
         """Say why one launch does not compute the layer; '' if it does."""
         parts = self.parts
@@ -187,26 +164,8 @@ class PrefillLayerPlan(PrefillPlan):
             return str(error)
         return ""
 
-    def changes(self) -> tuple[str, ...]:
-        """Say how to get another plan, or several launches."""
-        apart = "one launch: moe_fused_kernel_enabled=False of MoEFusedTKGConfig"
-        return (*super().changes(), apart)
-
     def _around(self) -> tuple[str, ...]:
-        stages = {
-            "rmsnorm": self.has_norm,
-            "router": True,
-            "index": True,
-            "routed experts": True,
-            "shared experts": self.parts.shared is not None,
-            "combine": True,
-            "residual": self.adds_input,
-        }
-        fused = ", ".join(name for name, is_there in stages.items() if is_there)
-        around = f"one kernel: {fused}"
-        if self.parts.norm is None or self.has_norm:
-            return (around,)
-        return (around, "before it: rmsnorm, another norm than x * weight / rms(x)")
+        return (self.stages_note(), *self.norm_note())
 
 
 def _shared_matrices(shared: SharedExperts, config: PrefillConfig) -> tuple[Tensor, Tensor]:

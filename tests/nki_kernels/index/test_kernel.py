@@ -8,7 +8,7 @@ import torch
 
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
-from nki_kernels.common.integers import divide_down
+from nki_kernels.common.arithmetic import divide_down
 from nki_kernels.common.token_tiles import load_per_token, split_tokens
 from nki_kernels.index import (
     BlockDims,
