@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nki_sim import SimOptions, isa
+from nki_sim import IllegalOperand, SimOptions, isa
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 from nki_sim.trace import ENGINE_NAMES
@@ -554,3 +554,39 @@ def test_the_dtype_of_older_releases_is_accepted_and_reported() -> None:
     np.testing.assert_allclose(result["d"], X + 1.0 + Y, rtol=1e-6)
     (finding,) = result.run.findings
     assert (finding.kind, "dtype is ignored" in finding.text) == ("deprecated", True)
+
+
+PATTERNS: dict[str, tuple[tuple[int, ...], int]] = {
+    # (columns kept of each axis of a [8, 4, 4, 4, 4] tile, free dimensions that remain)
+    "whole": ((4, 4, 4, 4), 1),
+    "inner-part": ((4, 4, 4, 2), 2),
+    "two-parts": ((4, 2, 4, 2), 3),
+    "one-of-an-axis": ((2, 1, 2, 2), 3),
+    "all-parts": ((2, 2, 2, 2), 4),
+}
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_a_pattern_has_at_most_three_free_dimensions(case: str) -> None:
+    (a, b, c, d), dims = PATTERNS[case]
+    cube = np.zeros((8, 4, 4, 4, 4), np.float32)
+
+    def body(x: Any) -> None:
+        part = x[:, :a, :b, :c, :d]
+        isa.tensor_scalar(part, part, nl.add, 1.0)
+
+    if dims <= 3:
+        assert execute(body, x=Tile(cube))["x"].sum() == 8 * a * b * c * d
+    else:
+        with pytest.raises(IllegalOperand, match="dst: expected at most 3 free dimensions"):
+            execute(body, x=Tile(cube))
+
+
+def test_idle_makes_the_accumulators_unknown() -> None:
+    def body(dst: Any, p: Any, x: Any) -> None:
+        isa.select_reduce(dst, p, x, 0.0, reduce_cmd=isa.reduce_cmd.reset_reduce)
+        isa.select_reduce(dst, p, x, 0.0)
+        isa.select_reduce(dst, p, x, 0.0, reduce_cmd=isa.reduce_cmd.reduce)
+
+    with pytest.raises(IllegalOperand, match="registers that nobody set"):
+        execute(body, dst=out(), p=Tile(FLAGS), x=Tile(X))
