@@ -457,48 +457,6 @@ def test_generation_4_keeps_the_smaller_magnitude() -> None:
     np.testing.assert_array_equal(result["dst"], np.where(np.abs(X) < np.abs(other), X, other))
 
 
-# Rounding: each destination type against a rule written out here.
-
-
-def nearest_even(values: Array, bits: int) -> Array:
-    """Round float64 values to `bits` explicit mantissa bits, ties to even."""
-    _, exponent = np.frexp(values)
-    step = np.ldexp(1.0, exponent - 1 - bits)
-    return np.rint(values / step) * step
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [("bfloat16", 7), ("float16", 10), ("tfloat32", 10), ("float8_e4m3", 3), ("float8_e5m2", 2)],
-)
-def test_results_round_to_nearest_even_once(dtype: str, bits: int) -> None:
-    values = np.concatenate((X.ravel(), np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1.0625, 1.1875])))
-    x = np.maximum(np.abs(values), 0.25).astype(np.float32)[None, :]
-    result = execute(
-        lambda dst, x: isa.tensor_scalar(dst, x, nl.multiply, 1.0),
-        dst=out(dtype, x.shape),
-        x=Tile(x),
-    )
-    expected = nearest_even(x.astype(np.float64), bits)
-    np.testing.assert_array_equal(result["dst"].astype(np.float64), expected)
-
-
-def test_float_to_integer_rounds_half_to_even_and_saturates() -> None:
-    x = np.array([[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 300.0, -300.0, 1e20]], np.float32)
-    result = execute(lambda dst, x: isa.tensor_copy(dst, x), dst=out("int8", x.shape), x=Tile(x))
-    assert result["dst"].tolist() == [[0, 2, 2, 0, -2, 126, 127, 127, -128, 127]]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [("float16", np.inf), ("bfloat16", np.inf), ("float8_e4m3", np.inf), ("float8_e5m2", np.inf)],
-)
-def test_narrowing_overflows_to_infinity(dtype: str, expected: float) -> None:
-    x = np.full((1, 2), 3.4e38, np.float32)
-    result = execute(lambda dst, x: isa.tensor_copy(dst, x), dst=out(dtype, x.shape), x=Tile(x))
-    assert (result["dst"].astype(np.float32) == expected).all()
-
-
 def test_an_instruction_records_its_engine_and_shape() -> None:
     engines = []
 
