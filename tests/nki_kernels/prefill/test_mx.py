@@ -91,17 +91,16 @@ def test_wide_words_leave_room_for_one_output_tile() -> None:
     check(problem)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "trn2": ({"chip": "trn2"}, r"weight_format='float4_e2m1fn_x4': trn2 multiplies no MX words"),
-    "intermediate": ({"shard_plan": "intermediate"}, r"shard_plan='intermediate': .*whole experts"),
-    "gate": ({"has_gate": False}, r"has_gate=False, .* their experts a gate"),
-    "scales": ({"has_scales": True}, r"has_scales=True: words have scales of their own"),
+REFUSED: dict[str, dict[str, Any]] = {
+    r"weight_format='float4_e2m1fn_x4': trn2 multiplies no MX words": {"chip": "trn2"},
+    r"shard_plan='intermediate': .*whole experts": {"shard_plan": "intermediate"},
+    r"has_gate=False, .* their experts a gate": {"has_gate": False},
+    r"has_scales=True: words have scales of their own": {"has_scales": True},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused_by_name(name: str) -> None:
-    change, message = REFUSED[name]
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_run_is_refused_by_name(message: str) -> None:
     sizes = {"H": 128, "I": 64, "E": 4, "block_size": 32, "num_slots": 320, "num_tokens": 64}
     with pytest.raises(ValueError, match=message):
-        config_of(**sizes, **{**FOUR, "chip": "trn3", **change})
+        config_of(**sizes, **{**FOUR, "chip": "trn3", **REFUSED[message]})
