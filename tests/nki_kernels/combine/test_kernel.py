@@ -34,7 +34,6 @@ CASES: dict[str, tuple[int, int, int, int, float, Any, Any]] = {
     "no-token-here": (9, 2, 64, 1, 1.0, BF16, nl.float32),
 }
 OPTIONS = {
-    "core-0-first": SimOptions(),
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.3, seed=4),
     "zero-filled": SimOptions(fill=0),

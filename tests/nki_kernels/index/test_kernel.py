@@ -44,7 +44,6 @@ CASES: dict[str, tuple[int, int, int, int, float]] = {
 }
 ROUTINGS = ["uniform", "one-expert", "zipf"]
 OPTIONS = {
-    "core-0-first": SimOptions(),
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.2, seed=3),
     "zero-filled": SimOptions(fill=0),

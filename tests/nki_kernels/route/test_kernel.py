@@ -81,7 +81,6 @@ CASES: dict[str, Case] = {
     "three-uneven-tiles": (515, 64, 16, BF16, BF16, {"top_k": 2, "returns_logits": True}),
 }
 OPTIONS = {
-    "core-0-first": SimOptions(),
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.3, seed=2),
     "zero-filled": SimOptions(fill=0),
