@@ -46,6 +46,22 @@ def draw_words(
     return words, scales, values[..., :n]
 
 
+def assert_close_to_words(actual: Any, quantized: Any, exact: Any) -> None:
+    """Assert a result close to the formula with activations in words, and to that without.
+
+    Where float32 and float64 round to neighbours in 8 bits, an element of a word moves by 1/16: few
+    do.
+    """
+    assert np.abs(actual - quantized).max() <= 0.02 * np.abs(quantized).max()
+    loss = _rms(quantized - exact)  # what quantising the activations costs
+    assert _rms(actual - quantized) <= 0.15 * loss
+    assert _rms(actual - exact) <= 1.05 * loss
+
+
+def _rms(values: Any) -> float:
+    return float(np.sqrt(np.square(values).mean()))
+
+
 @dataclass
 class MxDecode(Decode):
     """A problem whose weights are words; `format` is one of its options."""

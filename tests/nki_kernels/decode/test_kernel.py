@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
-from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.common.formula import limits
 from nki_kernels.decode.config import (
     DecodeSizes,
@@ -23,7 +20,7 @@ from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
 from tests.nki_kernels.decode.cases import Decode, records, sized
-from tests.nki_kernels.drawing import GPT_OSS, SITU
+from tests.nki_kernels.drawing import GPT_OSS, SITU, recode
 from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 
@@ -388,23 +385,6 @@ def test_splits_buffers_and_formats_do_not_change_the_result(name: str) -> None:
 def test_packed_weights_give_the_same_result(name: str) -> None:
     problem = PACKED[name]
     check(replace(problem, options={**problem.options, "layout": "packed"}))
-
-
-def recode(
-    rng: np.random.Generator, shape: tuple[int, int, int], scope: str
-) -> tuple[Any, Any, Any]:
-    """Return e5m2 codes [E, in, out], scales and values of a random MXFP4 weight."""
-    experts, inputs, outputs = shape
-    blocks = torch.from_numpy(
-        rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
-    )
-    exponents = rng.integers(115, 125, (experts, outputs, inputs // 32)).astype(np.uint8)
-    recoded = recode_mxfp4_to_fp8(blocks, torch.from_numpy(exponents), scope=scope)
-    codes = recoded.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2)
-    values = decode_mxfp4(blocks, torch.from_numpy(exponents), torch.float32).numpy()
-    scale = recoded.scale.numpy()[..., 0]
-    assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
-    return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
 
 
 ROWS = {

@@ -14,15 +14,15 @@ from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
 from nki_sim.isa import mx_formats
 from tests.nki_kernels.decode.cases import records
-from tests.nki_kernels.decode.mx_cases import MXFP4, MXFP8, MXFP8_WIDE, MxDecode
+from tests.nki_kernels.decode.mx_cases import (
+    MXFP4,
+    MXFP8,
+    MXFP8_WIDE,
+    MxDecode,
+    assert_close_to_words,
+)
 from tests.nki_kernels.drawing import GPT_OSS
 from tests.nki_kernels.traces import measured_cost
-
-# Of the largest output. Where float32 and float64 round to neighbours in 8 bits, an element of a
-# word moves by 1/16: few do.
-WORST = 0.02
-RMS = 0.15  # of what quantising the activations costs
-RMS_FACTOR = 1.05  # against the formula without
 
 SELECTIVE, ALL = {"mode": "selective"}, {"mode": "all"}
 FOUR, EIGHT, WIDE = {"format": MXFP4}, {"format": MXFP8}, {"format": MXFP8_WIDE}
@@ -59,17 +59,9 @@ def check(problem: MxDecode, options: SimOptions | None = None) -> np.ndarray[An
     """Assert a result close to both formulas, and the cost as counted; return the result."""
     run, config = problem.launch(options), problem.config()
     actual = run.outputs.astype(np.float64)
-    quantized, exact = problem.quantized(), problem.expected()
-    assert np.abs(actual - quantized).max() <= WORST * np.abs(quantized).max()
-    loss = _rms(quantized - exact)
-    assert _rms(actual - quantized) <= RMS * loss
-    assert _rms(actual - exact) <= RMS_FACTOR * loss
+    assert_close_to_words(actual, problem.quantized(), problem.expected())
     assert measured_cost(run.trace) == cost_decode_moe(config, problem.touched())
     return np.asarray(run.outputs)
-
-
-def _rms(values: np.ndarray[Any, Any]) -> float:
-    return float(np.sqrt(np.square(values).mean()))
 
 
 @pytest.mark.parametrize("name", list(CASES))

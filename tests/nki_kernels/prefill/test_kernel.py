@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
-from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.common.formula import Limits, limits
 from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.prefill import (
@@ -21,7 +18,7 @@ from nki_kernels.prefill import (
 )
 from nki_kernels.prefill.memory import sbuf_bytes
 from nki_sim import SimOptions
-from tests.nki_kernels.drawing import GPT_OSS, SITU
+from tests.nki_kernels.drawing import GPT_OSS, SITU, recode
 from tests.nki_kernels.prefill.cases import Prefill, config_of, sized
 from tests.nki_kernels.traces import measured_cost
 
@@ -329,7 +326,6 @@ def test_parts_are_columns_in_order() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    r"H=100: must be a positive multiple of 64": {"H": 100},
     r"I=0: must be at least 1": {"I": 0},
     r"E=0: must be at least 1": {"E": 0},
     r"block_size=384: must be one of": {"block_size": 384},
@@ -445,26 +441,10 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         check_blockwise_moe(config, problem.work_tiles(config), {"hidden": problem.hidden_TH})
 
 
-def _recode(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:
-    """Return codes [E, in, out] and scales [E, out] of a random MXFP4 weight, and its values."""
-    experts, inputs, outputs = shape
-    blocks = torch.from_numpy(
-        rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
-    )
-    exponents = rng.integers(115, 125, (experts, outputs, inputs // 32)).astype(np.uint8)
-    scales = torch.from_numpy(exponents)
-    recoded = recode_mxfp4_to_fp8(blocks, scales)
-    codes = recoded.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2)
-    values = decode_mxfp4(blocks, scales, torch.float32).numpy()
-    scale = recoded.scale.numpy()[..., 0]
-    assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
-    return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
-
-
 def test_mxfp4_weights_run_as_float8_without_loss() -> None:
     options = {**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True}
     problem = Prefill(120, 128, 64, 4, 2, 64, has_bias=True, options=options)
     rng = np.random.default_rng(5)
-    problem.gate_up_codes, problem.gate_up_scale, problem.gate_up = _recode(rng, (4, 128, 128))
-    problem.down_codes, problem.down_scale, problem.down = _recode(rng, (4, 64, 128))
+    problem.gate_up_codes, problem.gate_up_scale, problem.gate_up = recode(rng, (4, 128, 128))
+    problem.down_codes, problem.down_scale, problem.down = recode(rng, (4, 64, 128))
     check(problem)

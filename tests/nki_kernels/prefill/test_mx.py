@@ -9,15 +9,11 @@ import pytest
 
 from nki_kernels.prefill.cost import cost_blockwise_moe
 from nki_sim import SimOptions
-from tests.nki_kernels.decode.mx_cases import MXFP4, MXFP8, MXFP8_WIDE
+from tests.nki_kernels.decode.mx_cases import MXFP4, MXFP8, MXFP8_WIDE, assert_close_to_words
 from tests.nki_kernels.drawing import GPT_OSS
 from tests.nki_kernels.prefill.cases import config_of
 from tests.nki_kernels.prefill.mx_cases import MxPrefill
 from tests.nki_kernels.traces import measured_cost
-
-WORST = 0.02  # of the largest output, as in the tests of decode
-RMS = 0.15  # of what quantising the activations costs
-RMS_FACTOR = 1.05  # against the formula without
 
 FOUR, EIGHT = {"weight_format": MXFP4}, {"weight_format": MXFP8}
 WIDE = {"weight_format": MXFP8_WIDE}
@@ -52,18 +48,10 @@ def check(problem: MxPrefill, options: SimOptions | None = None) -> np.ndarray[A
     """Assert a result close to both formulas, and the cost as counted; return the result."""
     run, config = problem.launch(options), problem.config()
     actual = problem.slots_of(run)
-    quantized, exact = problem.expected_slots(in_words=True), problem.expected_slots()
-    assert np.abs(actual - quantized).max() <= WORST * np.abs(quantized).max()
-    loss = _rms(quantized - exact)
-    assert _rms(actual - quantized) <= RMS * loss
-    assert _rms(actual - exact) <= RMS_FACTOR * loss
+    assert_close_to_words(actual, problem.quantized_slots(), problem.expected_slots())
     cost = cost_blockwise_moe(config, problem.work_tiles(config), problem.slots)
     assert measured_cost(run.trace) == cost
     return np.asarray(actual)
-
-
-def _rms(values: np.ndarray[Any, Any]) -> float:
-    return float(np.sqrt(np.square(values).mean()))
 
 
 @pytest.mark.parametrize("name", list(CASES))

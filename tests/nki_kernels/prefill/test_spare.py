@@ -11,7 +11,7 @@ from nki_kernels.prefill import cost_blockwise_moe, output_tiles
 from nki_kernels.prefill.memory import sbuf_bytes
 from tests.nki_kernels.drawing import GPT_OSS
 from tests.nki_kernels.no_skips import SkipUsedError, forbid_skips
-from tests.nki_kernels.prefill.cases import Prefill, config_of
+from tests.nki_kernels.prefill.cases import Prefill
 from tests.nki_kernels.prefill.test_kernel import RMS_FACTOR, WORST_FACTOR
 
 CASES: dict[str, tuple[int, int, int, int, int, int, bool, dict[str, Any]]] = {
@@ -79,12 +79,6 @@ def test_a_kernel_that_skips_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     forbid_skips(monkeypatch)
     with pytest.raises(SkipUsedError):
         Prefill(100, 128, 64, 4, 2).launch()
-
-
-def test_what_needs_skipping_is_refused() -> None:
-    sizes = {"H": 128, "I": 64, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 100}
-    with pytest.raises(ValueError, match="missing='spare', skip_weights="):
-        config_of(missing="spare", skip_weights=True, **sizes)
 
 
 def test_the_cost_of_spare_transfers_is_not_guessed() -> None:
