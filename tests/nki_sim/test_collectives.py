@@ -57,6 +57,17 @@ def halves_of(tensor: Any) -> Any:
     return tensor[nl.program_id() * rows : (nl.program_id() + 1) * rows]
 
 
+def reduction(groups: ReplicaGroup = ALL4, op: Any = nl.add) -> Callable[[Any], Any]:
+    """A kernel that combines its input over ranks."""
+
+    def kernel(x: Any) -> Any:
+        total = in_hbm(x.shape, x.dtype)
+        all_reduce([x], [total], groups, op)
+        return total
+
+    return kernel
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("op", "formula"),
@@ -114,11 +125,7 @@ def test_the_clock_holds_both_cores_to_what_a_collective_writes() -> None:
 
 
 def test_integer_sums_are_exact_and_bfloat16_sums_round_once() -> None:
-    def kernel(x: Any) -> Any:
-        total = in_hbm(x.shape, x.dtype)
-        all_reduce([x], [total], ALL4, nl.add)
-        return total
-
+    kernel = reduction()
     integers = [np.full((1, 4), (1 << 24) + rank, np.int32) for rank in range(4)]
     assert run(kernel, integers, 1)[0].tolist() == [[4 * (1 << 24) + 6] * 4]
     halves = inputs((2, 8), dtype=ml_dtypes.bfloat16)
@@ -231,19 +238,24 @@ def tables(counts: Any, has_rdispls: bool) -> list[Any]:
     return found
 
 
+def chunked(counts: Any, has_rdispls: bool = False) -> list[tuple[Any, Any, Any]]:
+    """Of each rank, what it sends, a buffer of -1 to receive in, and its metadata."""
+    old = np.full((32,), -1.0, np.float32)
+    data, metadata = inputs((24,)), tables(counts, has_rdispls)
+    return [(data[rank], old.copy(), metadata[rank]) for rank in range(4)]
+
+
 @BOTH
 @pytest.mark.parametrize("has_rdispls", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, lnc: int) -> None:
     counts = RANDOM.integers(0, 6, (4, 4))
-    data, metadata = inputs((24,)), tables(counts, has_rdispls)
-    old = [np.full((32,), -1.0, np.float32) for _ in range(4)]
+    given = chunked(counts, has_rdispls)
 
     def kernel(x: Any, received: Any, table: Any) -> Any:
         all_to_all_v([x], [received], ALL4, table, known, has_rdispls)
         return received, table
 
-    given = [(data[r], old[r], metadata[r]) for r in range(4)]
     for rank, (got, table) in enumerate(nki_sim.run_ranks(kernel, given, lnc=lnc).outputs):
         expected = np.full(32, -1.0, np.float32)
         at = 0
@@ -251,7 +263,7 @@ def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, l
             size = counts[sender, rank]
             start = counts[sender, :rank].sum()
             first = at if has_rdispls else 8 * sender
-            expected[first : first + size] = data[sender][start : start + size]
+            expected[first : first + size] = given[sender][0][start : start + size]
             at += size
         np.testing.assert_array_equal(got, expected)
         row = [99] * 4 if known else counts[:, rank].tolist()
@@ -260,10 +272,6 @@ def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, l
 
 @BOTH
 def test_a_collective_in_two_halves_is_the_whole_one(lnc: int) -> None:
-    counts = RANDOM.integers(0, 6, (4, 4))
-    data, metadata = inputs((24,)), tables(counts, has_rdispls=False)
-    old = [np.full((32,), -1.0, np.float32) for _ in range(4)]
-
     def halves(x: Any, received: Any, table: Any) -> Any:
         ready = all_to_all_v_prepare([x], [received], ALL4, table)
         all_to_all_v_trigger(ready)
@@ -273,57 +281,39 @@ def test_a_collective_in_two_halves_is_the_whole_one(lnc: int) -> None:
         all_to_all_v([x], [received], ALL4, table)
         return received, table
 
-    given = [(data[r], old[r], metadata[r]) for r in range(4)]
+    given = chunked(RANDOM.integers(0, 6, (4, 4)))
     got, wanted = (nki_sim.run_ranks(each, given, lnc=lnc).outputs for each in (halves, whole))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one[0], other[0])
         np.testing.assert_array_equal(one[1], other[1])
 
 
-def _twice(x: Any, y: Any, table: Any) -> Any:
-    ready = all_to_all_v_prepare([x], [y], ALL4, table)
-    all_to_all_v_trigger(ready)
-    all_to_all_v_trigger(ready)
+def zero(table: Any) -> None:
+    isa.dma_copy(table, nl.zeros((3, 4), nl.uint32))
 
 
-def _never(x: Any, y: Any, table: Any) -> Any:
-    all_to_all_v_prepare([x], [y], ALL4, table)
-
-
-def _between(x: Any, y: Any, table: Any) -> Any:
-    all_to_all_v_prepare([x], [y], ALL4, table)
-    all_to_all_v_prepare([x], [y], ALL4, table)
-
-
-def _another(x: Any, y: Any, table: Any) -> Any:
-    ready = all_to_all_v_prepare([x], [y], ALL4, table)
-    all_gather_v_trigger(ready)
-
-
-def _changed(x: Any, y: Any, table: Any) -> Any:
-    ready = all_to_all_v_prepare([x], [y], ALL4, table)
-    zeros = nl.zeros((3, 4), nl.uint32)
-    isa.dma_copy(table, zeros)
-    all_to_all_v_trigger(ready)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "text"),
-    [
-        (_twice, "that of all_to_all_v_prepare, once"),
-        (_never, "one all_to_all_v_trigger after it"),
-        (_between, "a second prepare"),
-        (_another, "that of all_gather_v_prepare, once"),
-        (_changed, "what it held at the prepare"),
+# What follows a prepare of all_to_all_v, by what is said of it.
+MISFITS: dict[str, Callable[..., Any]] = {
+    "that of all_to_all_v_prepare, once": lambda ready, x, y, table: [
+        all_to_all_v_trigger(ready) for _ in range(2)
     ],
-)
-def test_halves_that_do_not_fit_are_refused(kernel: Any, text: str) -> None:
-    tables_ = tables(np.full((4, 4), 2), has_rdispls=False)
-    with pytest.raises(nki_sim.NkiValidationError, match=text):
-        nki_sim.run_ranks(
-            kernel,
-            [(x, np.zeros(32, x.dtype), t) for x, t in zip(inputs((8,)), tables_, strict=True)],
-        )
+    "one all_to_all_v_trigger after it": lambda ready, x, y, table: None,
+    "a second prepare": lambda ready, x, y, table: all_to_all_v_prepare([x], [y], ALL4, table),
+    "that of all_gather_v_prepare, once": lambda ready, x, y, table: all_gather_v_trigger(ready),
+    "what it held at the prepare": lambda ready, x, y, table: (
+        zero(table),
+        all_to_all_v_trigger(ready),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_halves_that_do_not_fit_are_refused(message: str) -> None:
+    def kernel(x: Any, y: Any, table: Any) -> None:
+        MISFITS[message](all_to_all_v_prepare([x], [y], ALL4, table), x, y, table)
+
+    with pytest.raises(nki_sim.NkiValidationError, match=message):
+        nki_sim.run_ranks(kernel, chunked(np.full((4, 4), 2)))
 
 
 def test_what_no_chunk_covers_stays_unwritten() -> None:
@@ -526,11 +516,7 @@ def test_a_rank_that_stays_away_is_a_deadlock() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 def test_the_result_does_not_depend_on_who_runs_first(start: int) -> None:
-    def kernel(x: Any) -> Any:
-        total = in_hbm(x.shape)
-        all_reduce([x], [total], ReplicaGroup([[0, 1]]), nl.add)
-        return total
-
+    kernel = reduction(ReplicaGroup([[0, 1]]))
     data = inputs((2, 3), ranks=2)
     for found in run(kernel, data, 2, start_core=start, preempt=0.3, seed=start):
         np.testing.assert_array_equal(found, data[0] + data[1])
