@@ -11,7 +11,7 @@ import pytest
 import nki_sim
 from nki_sim import AccumulateError, SimOptions, isa
 from nki_sim.language import api as nl
-from nki_sim.testing import Tile, execute
+from nki_sim.testing import Result, Tile, execute
 
 RANDOM = np.random.default_rng(2)
 TRN3 = SimOptions(target="trn3")
@@ -39,29 +39,32 @@ def psum(shape: tuple[int, ...], dtype: str = "float32") -> Tile:
     return Tile(shape=shape, dtype=dtype, space="psum")
 
 
+def multiplied(a: Any, b: Any, shape: tuple[int, ...], **more: Any) -> Result:
+    """Multiply two tiles into a `dst` of a shape; assert that it begins with the product."""
+    result = execute(
+        lambda dst, a, b: isa.nc_matmul(dst, a, b),
+        dst=psum(shape),
+        a=Tile(a),
+        b=Tile(b),
+        **more,
+    )
+    expected = product(a, b)
+    found = result["dst"][: len(expected)].reshape(expected.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    return result
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_sums_in_float32(dtype: str) -> None:
-    a, b = normal((96, 48), DTYPES[dtype]), normal((96, 200), DTYPES[dtype])
-    result = execute(
-        lambda dst, a, b: isa.nc_matmul(dst, a, b), dst=psum((48, 200)), a=Tile(a), b=Tile(b)
-    )
-    np.testing.assert_allclose(result["dst"], product(a, b), rtol=1e-5, atol=1e-4)
+    multiplied(normal((96, 48), DTYPES[dtype]), normal((96, 200), DTYPES[dtype]), (48, 200))
 
 
 def test_types_of_16_and_8_bits_mix() -> None:
-    a, b = normal((128, 64), ml_dtypes.float8_e4m3), normal((128, 32))
-    result = execute(
-        lambda dst, a, b: isa.nc_matmul(dst, a, b), dst=psum((64, 32)), a=Tile(a), b=Tile(b)
-    )
-    np.testing.assert_allclose(result["dst"], product(a, b), rtol=1e-5, atol=1e-4)
+    multiplied(normal((128, 64), ml_dtypes.float8_e4m3), normal((128, 32)), (64, 32))
 
 
 def test_free_axes_are_flattened_on_all_sides() -> None:
-    a, b = normal((64, 4, 8)), normal((64, 3, 10))
-    result = execute(
-        lambda dst, a, b: isa.nc_matmul(dst, a, b), dst=psum((32, 5, 6)), a=Tile(a), b=Tile(b)
-    )
-    np.testing.assert_allclose(result["dst"].reshape(32, 30), product(a, b), rtol=1e-5, atol=1e-4)
+    multiplied(normal((64, 4, 8)), normal((64, 3, 10)), (32, 5, 6))
 
 
 def test_double_row_contracts_over_pairs() -> None:
@@ -194,11 +197,7 @@ def test_true_on_half_written_psum_raises() -> None:
 
 
 def test_a_larger_destination_keeps_its_other_partitions() -> None:
-    a, b = normal((64, 20)), normal((64, 30))
-    result = execute(
-        lambda dst, a, b: isa.nc_matmul(dst, a, b), dst=psum((128, 30)), a=Tile(a), b=Tile(b)
-    )
-    np.testing.assert_allclose(result["dst"][:20], product(a, b), rtol=1e-5, atol=1e-4)
+    result = multiplied(normal((64, 20)), normal((64, 30)), (128, 30))
     assert result.unwritten["dst"][20:].all()
 
 
@@ -323,15 +322,7 @@ def test_generation_4_accumulates_in_bfloat16_with_a_rounding_at_each_write() ->
 
 
 def test_generation_4_takes_wide_moving_operands_and_several_banks() -> None:
-    a, b = normal((16, 32)), normal((16, 1024))
-    result = execute(
-        lambda dst, a, b: isa.nc_matmul(dst, a, b),
-        options=TRN3,
-        dst=psum((32, 1024)),
-        a=Tile(a),
-        b=Tile(b),
-    )
-    np.testing.assert_allclose(result["dst"], product(a, b), rtol=1e-5, atol=1e-4)
+    multiplied(normal((16, 32)), normal((16, 1024)), (32, 1024), options=TRN3)
 
 
 def test_the_trace_records_sizes_types_and_tiles() -> None:
