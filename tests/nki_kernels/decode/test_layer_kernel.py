@@ -24,14 +24,12 @@ from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layer_config import (
     LayerForm,
     check_decode_layer,
-    expected_operands,
     make_layer_config,
 )
 from nki_kernels.decode.layer_cost import cost_decode_layer
-from nki_kernels.decode.layout import weight_shapes
 from nki_kernels.decode.norm import _vector_share
 from nki_kernels.decode.shared import num_parts, pack_shared_experts
-from nki_sim import SimOptions, TensorSpec
+from nki_sim import SimOptions
 from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.nki_kernels.decode.layer_cases import (
     BF16,
@@ -42,6 +40,7 @@ from tests.nki_kernels.decode.layer_cases import (
     operands_of,
     run,
     run_case,
+    specs_of,
 )
 from tests.nki_kernels.traces import measured_cost
 from tests.tolerances import rms_error
@@ -373,15 +372,7 @@ def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
         WeightForm(layout=layout),
         DecodeRequest(mode="all"),
     )
-    operands: dict[str, Any] = {
-        operand: TensorSpec(shape, dtypes[0])
-        for operand, (shape, dtypes) in expected_operands(config).items()
-        if shape is not None
-    }
-    gate_up, down = weight_shapes(config.moe)
-    operands["gate_up"] = TensorSpec(gate_up, "bfloat16")
-    operands["down"] = TensorSpec(down, "bfloat16")
-    run(config, operands, SimOptions(mode="indices"))  # raises where memory is too small
+    run(config, specs_of(config), SimOptions(mode="indices"))  # raises where memory is too small
 
 
 def test_a_layer_that_does_not_fit_is_refused() -> None:

@@ -21,12 +21,10 @@ from nki_kernels.decode import (
     cost_decode_layer,
     decode_layer,
     make_layer_config,
-    weight_shapes,
 )
-from nki_kernels.decode.layer_config import expected_operands
 from nki_kernels.outputs import outputs_of
-from nki_sim import SimOptions, TensorSpec
-from tests.nki_kernels.decode.layer_cases import Case, draw, expected, operands_of
+from nki_sim import SimOptions
+from tests.nki_kernels.decode.layer_cases import Case, draw, expected, operands_of, specs_of
 from tests.nki_kernels.ranks import EVERY, SUMS_AND_CUTS, Array, inner_columns, rows_of_rank
 from tests.nki_kernels.traces import measured_cost
 
@@ -184,14 +182,7 @@ def test_what_the_configuration_accepts_fits_in_memory() -> None:
     request = DecodeRequest(mode="all")
     router = RouterFormula(top_k=8)
     config = make_layer_config(sizes, router, ExpertFormula(), form, request=request)
-    operands: dict[str, Any] = {
-        operand: TensorSpec(shape, dtypes[0])
-        for operand, (shape, dtypes) in expected_operands(config).items()
-        if shape is not None
-    }
-    for name, shape in zip(("gate_up", "down"), weight_shapes(config.moe), strict=True):
-        operands[name] = TensorSpec(shape, "bfloat16")
-    calls = [{**operands, "config": config}] * 2
+    calls = [{**specs_of(config), "config": config}] * 2
     # Raises where memory is too small.
     nki_sim.run_ranks(decode_layer, calls, lnc=2, options=SimOptions(mode="indices"))
 
