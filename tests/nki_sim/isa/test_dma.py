@@ -355,27 +355,6 @@ def test_skip_leaves_out_the_rows_that_do_not_fit(row: int, written: int) -> Non
     assert np.array_equal(result["x"], expected)
 
 
-def test_clamping_keeps_any_index_inside() -> None:
-    """For finding the shapes of outputs with made-up inputs."""
-    rows = np.array([[-5], [1000]], np.int32)
-    result = execute(
-        gather,
-        options=SimOptions(out_of_bounds="clamp"),
-        dst=Tile(shape=(2, 64)),
-        x=hbm(X),
-        i=Tile(rows),
-    )
-    assert np.array_equal(result["dst"], X[[0, 39]])
-    result = execute(
-        lambda dst, x, i: gather(dst, x[10:20], i),
-        options=SimOptions(out_of_bounds="clamp"),
-        dst=Tile(shape=(2, 64)),
-        x=hbm(X),
-        i=Tile(rows),
-    )
-    assert np.array_equal(result["dst"], X[[10, 19]])
-
-
 def test_rows_may_be_gathered_from_the_tensor_they_go_to() -> None:
     rows = np.array([[5], [7]], np.int32)
     result = execute(lambda x, i: gather(x[0:2], x, i), x=hbm(X), i=Tile(rows))
