@@ -124,7 +124,10 @@ def test_a_long_bias_lies_on_several_partitions(
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["selective", "all"])
 def test_a_hidden_axis_of_32768_with_biases_fits(mode: str) -> None:
-    check(Decode(2, 32768, 32, 2, 1, has_bias=True, options={"mode": mode}))
+    problem = Decode(2, 32768, 32, 2, 1, has_bias=True, options={"mode": mode})
+    run, config = problem.launch(SimOptions(mode="indices")), problem.config()
+    assert measured_cost(run.trace) == cost_decode_moe(config, problem.touched())
+    assert run.sbuf_peak_bytes <= sbuf_bytes(config)
 
 
 @pytest.mark.long
