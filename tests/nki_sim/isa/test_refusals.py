@@ -92,6 +92,7 @@ REFUSALS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tensor_reduce": {
         "axis: expected the last": {"axis": 0},
+        "axis: .*found 2 of 2 axes": {"axis": 2},
         "axis: expected the last free": {
             "dst": made((32, 8)),
             "data": Operand((32, 2, 8)),
@@ -321,6 +322,7 @@ REFUSALS: dict[str, dict[str, dict[str, Any]]] = {
             "engine": ENGINE.tensor,
         },
         "dst: expected a tensor in PSUM": {"engine": ENGINE.tensor},
+        "dst: expected bfloat16 like": {"data": BF16},
     },
     "nc_matmul_mx": {
         "moving: expected a packed x4 type; found bfloat16": {"moving": BF16},
