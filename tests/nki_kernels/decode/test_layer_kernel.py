@@ -7,18 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from neuron_moe import (
-    ExpertMLPsV2,
-    GroupLimitedRouter,
-    MoE,
-    RoutedExpertsMLPOpsConfig,
-    RouterTopK,
-    SharedExperts,
-)
-from neuron_moe.models.layers import RMSNorm
-from neuron_moe.router import Router
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layer_config import (
@@ -30,7 +19,6 @@ from nki_kernels.decode.layer_cost import cost_decode_layer
 from nki_kernels.decode.norm import _vector_share
 from nki_kernels.decode.shared import num_parts, pack_shared_experts
 from nki_sim import SimOptions
-from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.nki_kernels.decode.layer_cases import (
     BF16,
     FAMILIES,
@@ -43,7 +31,6 @@ from tests.nki_kernels.decode.layer_cases import (
     specs_of,
 )
 from tests.nki_kernels.traces import measured_cost
-from tests.tolerances import rms_error
 
 PACKED: dict[str, Any] = {"layout": "packed"}
 E4M3: dict[str, Any] = {"format": "float8_e4m3", "has_scales": True}
@@ -207,117 +194,6 @@ def test_the_residual_may_be_the_input() -> None:
 
 
 # The layer of neuron_moe.
-
-LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt-oss": ("gpt-oss", GPT_OSS),
-    "qwen3": ("qwen3", {"hidden_act": "silu"}),
-    "deepseek": ("deepseek", {"hidden_act": "silu"}),
-    "llama4": ("llama4", {"hidden_act": "silu", "early_expert_affinity_modulation": True}),
-    "qwen2-moe": ("qwen2-moe", {"hidden_act": "silu"}),
-}
-
-
-def router_of(case: Case) -> Router:
-    """Return the torch router of a case's family."""
-    N, H, formula = case.N, case.H, case.router
-    if formula.n_group > 1:
-        return GroupLimitedRouter(
-            N,
-            formula.top_k,
-            H,
-            formula.n_group,
-            formula.topk_group,
-            renormalize=True,
-            routed_scaling_factor=formula.routed_scaling_factor,
-            dtype=torch.bfloat16,
-        )
-    return RouterTopK(
-        N,
-        formula.top_k,
-        H,
-        act_fn=formula.act_fn,
-        bias=formula.has_bias,
-        apply_act_fn_over_topk=formula.act_over_topk,
-        renormalize=formula.renormalize,
-        dtype=torch.bfloat16,
-    )
-
-
-def layer_of(case: Case, mlp: dict[str, Any]) -> MoE:
-    """Return the torch layer, its weights drawn."""
-    torch.manual_seed(3)
-    width = case.settings.get("shared_width", 0)
-    shared = None
-    if width:
-        is_gated = case.settings.get("has_shared_gate", False)
-        shared = SharedExperts(case.H, width, 1, "silu", torch.bfloat16, is_gated=is_gated)
-    routed = RoutedExpertsMLPOpsConfig(
-        num_experts=case.N,
-        top_k=case.router.top_k,
-        hidden_size=case.H,
-        intermediate_size=case.I,
-        glu_mlp=True,
-        **mlp,
-    )
-    experts = ExpertMLPsV2(routed, dtype=torch.bfloat16)
-    layer = MoE(router_of(case), experts, shared, RMSNorm(case.H, 1e-5, torch.bfloat16)).eval()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.1)
-        assert layer.rmsnorm is not None
-        layer.rmsnorm.weight.add_(1.0)
-    return layer
-
-
-def numpy_of(tensor: torch.Tensor) -> Any:
-    wide = tensor.detach().float().numpy()
-    return wide.astype(BF16) if tensor.dtype == torch.bfloat16 else wide
-
-
-def arrays_of(layer: MoE, hidden_TH: torch.Tensor) -> dict[str, Any]:
-    """Return the layer's weights by the names that `draw` uses."""
-    state = {name: numpy_of(value) for name, value in layer.state_dict().items()}
-    experts = "expert_mlps.mlp_op."
-    arrays = {
-        "hidden": numpy_of(hidden_TH),
-        "norm_weight": state["rmsnorm.weight"][None],
-        "router_weight": state["router.linear_router.weight"],
-        "gate_up": state[f"{experts}gate_up_proj.weight"],
-        "down": state[f"{experts}down_proj.weight"],
-    }
-    optional = {
-        "router_bias": ("router.linear_router.bias", np.float32),
-        "selection_bias": ("router.e_score_correction_bias", np.float32),
-        "gate_up_bias": (f"{experts}gate_up_proj.bias", np.float32),
-        "down_bias": (f"{experts}down_proj.bias", BF16),
-        "gate": ("shared_experts.gate_proj.weight", BF16),
-        "up": ("shared_experts.up_proj.weight", BF16),
-        "shared_down": ("shared_experts.down_proj.weight", BF16),
-        "shared_gate": ("shared_experts.shared_expert_gate.weight", BF16),
-    }
-    for name, (key, dtype) in optional.items():
-        if key in state:
-            array = state[key].astype(dtype)
-            arrays[name] = array[None] if array.ndim == 1 else array
-    return arrays
-
-
-@pytest.mark.parametrize("T", [1, 7])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
-    family, mlp = LAYERS[name]
-    case = Case(family, T, N=16, E=16, H=128)
-    layer = layer_of(case, mlp)
-    hidden_TH = torch.randn(T, case.H).bfloat16()
-    with torch.no_grad():
-        bf16 = layer(hidden_TH[:, None])[0][:, 0]
-        exact = layer.float()(hidden_TH[:, None].float())[0][:, 0]
-        layer.bfloat16()
-    output = run_case(case, arrays_of(layer, hidden_TH))
-    assert rms_error(torch.from_numpy(output), exact) <= 1.05 * rms_error(bf16, exact)
-
-
-# What it refuses.
 
 
 SIZES = DecodeSizes(T=4, H=128, I=32, E=8, K=2, num_experts=8)
