@@ -59,7 +59,7 @@ def check(problem: MxDecode, options: SimOptions | None = None) -> np.ndarray[An
     """Assert a result close to both formulas, and the cost as counted; return the result."""
     run, config = problem.launch(options), problem.config()
     actual = run.outputs.astype(np.float64)
-    assert_close_to_words(actual, problem.quantized(), problem.expected())
+    assert_close_to_words(actual, problem.expected(in_words=True), problem.expected())
     assert measured_cost(run.trace) == cost_decode_moe(config, problem.touched())
     return np.asarray(run.outputs)
 

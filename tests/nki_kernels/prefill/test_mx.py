@@ -59,7 +59,8 @@ def check(problem: MxPrefill, options: SimOptions | None = None) -> np.ndarray[A
     """Assert a result close to both formulas, and the cost as counted; return the result."""
     run, config = problem.launch(options), problem.config()
     actual = problem.slots_of(run)
-    assert_close_to_words(actual, problem.quantized_slots(), problem.expected_slots())
+    quantized = problem.expected_slots(in_words=True)
+    assert_close_to_words(actual, quantized, problem.expected_slots())
     cost = cost_blockwise_moe(config, problem.work_tiles(config), problem.slots)
     assert measured_cost(run.trace) == cost
     return np.asarray(actual)
