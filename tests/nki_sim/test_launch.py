@@ -543,7 +543,3 @@ def test_three_calls_that_led_to_a_line_are_kept() -> None:
     for is_deep, count in ((True, 3), (False, 1)):
         done = nki_sim.run(kernel, is_deep, options=SimOptions(callers=True))
         assert [len(calls) for calls in done.trace.callers if calls] == [count]
-
-
-def test_only_revision_0_is_simulated() -> None:
-    assert isa.get_nc_sub_version() == 0
