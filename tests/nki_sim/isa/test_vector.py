@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -254,12 +255,7 @@ def test_an_instruction_means_its_formula(case: str) -> None:
 @pytest.mark.parametrize("reverse1", [False, True])
 @pytest.mark.parametrize("op0", ["add", "subtract", "multiply", "maximum"])
 def test_a_scan_is_the_recurrence_written_out(op0: str, reverse0: bool, reverse1: bool) -> None:
-    formula = {
-        "add": lambda a, b: a + b,
-        "subtract": lambda a, b: a - b,
-        "multiply": lambda a, b: a * b,
-        "maximum": max,
-    }[op0]
+    formula = getattr(np, op0)
     result = execute(
         lambda dst, x, y, v: isa.tensor_tensor_scan(
             dst, x, y, v, getattr(nl, op0), nl.subtract, reverse0, reverse1
@@ -278,14 +274,6 @@ def test_a_scan_is_the_recurrence_written_out(op0: str, reverse0: bool, reverse1
             assert result["dst"][row, column] == pytest.approx(state, rel=1e-4, abs=1e-4)
 
 
-ACCUMULATIONS: dict[str, tuple[Any, Callable[[Array], Array]]] = {
-    "add": (nl.add, lambda x: x.sum(axis=1)),
-    "multiply": (nl.multiply, lambda x: x.prod(axis=1)),
-    "max": (nl.maximum, lambda x: x.max(axis=1)),
-    "min": (nl.minimum, lambda x: x.min(axis=1)),
-}
-
-
 def test_a_reduction_may_write_among_what_it_reads() -> None:
     """A shift is of elements that go to as many others; a sum goes to one."""
     result = execute(lambda x: isa.tensor_reduce(x[:, 4:5], nl.add, x, 1), x=Tile(X))
@@ -293,9 +281,9 @@ def test_a_reduction_may_write_among_what_it_reads() -> None:
     assert result.run.findings == []
 
 
-@pytest.mark.parametrize("op", ACCUMULATIONS)
+@pytest.mark.parametrize("op", ["add", "multiply", "maximum", "minimum"])
 def test_tensor_scalar_reduce_combines_rows_across_instructions(op: str) -> None:
-    code, formula = ACCUMULATIONS[op]
+    code, formula = getattr(nl, op), partial(getattr(np, op).reduce, axis=1)
 
     def body(a: Any, b: Any, c: Any, dst: Any, first: Any, second: Any, third: Any) -> None:
         isa.tensor_scalar_reduce(dst, a, nl.add, 1.0, code, first)
@@ -354,17 +342,10 @@ def test_selections_keep_the_row_maximum_in_the_accumulators() -> None:
     assert np.isneginf(result["dst"][:, :2].astype(np.float32)).all()  # narrowed fill value
 
 
-RUNNING: dict[str, Callable[[float, float], float]] = {
-    "add": lambda value, reg: value + reg,
-    "subtract": lambda value, reg: value - reg,
-    "multiply": lambda value, reg: value * reg,
-    "maximum": max,
-    "minimum": min,
-}
 START = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -np.inf, "minimum": np.inf}
 
 
-@pytest.mark.parametrize("op", RUNNING)
+@pytest.mark.parametrize("op", START)
 def test_tensor_scalar_cumulative_writes_the_running_value(op: str) -> None:
     def body(dst: Any, more: Any, x: Any) -> None:
         isa.tensor_scalar_cumulative(dst, x, nl.multiply, getattr(nl, op), 0.5)
@@ -376,7 +357,7 @@ def test_tensor_scalar_cumulative_writes_the_running_value(op: str) -> None:
     for row in range(2):
         state = START[op]
         for column in range(2 * F):
-            state = RUNNING[op](float(X[row, column % F]) * 0.5, state)
+            state = getattr(np, op)(float(X[row, column % F]) * 0.5, state)
             tile = result["dst"] if column < F else result["more"]
             assert tile[row, column % F] == pytest.approx(state, rel=1e-4, abs=1e-5)
 
