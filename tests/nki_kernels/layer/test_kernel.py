@@ -297,9 +297,9 @@ def _expected(case: Case, arrays: LayerArrays) -> Any:
 
 
 def is_counted(name: str) -> bool:
-    """Say whether a case costs to the byte what it is said to cost; others are within 4 percent."""
-    rounded = ("folds-behind-pieces", "folds-spare", "whole-rows", "whole-rows-scaled-inputs")
-    return name not in rounded and not (CASES[name].shared and CASES[name].broken)
+    """Say whether a case costs what it is said to cost to the byte, and not about that."""
+    roughly = ("folds-behind-pieces", "folds-spare", "whole-rows", "whole-rows-scaled-inputs")
+    return name not in roughly and not (CASES[name].shared and CASES[name].broken)
 
 
 LONGER = (
