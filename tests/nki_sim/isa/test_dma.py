@@ -481,17 +481,17 @@ def facts_of(body: Callable[..., Any], **tiles: Tile) -> Any:
     return next(iter(execute(body, **tiles).run.trace)).facts
 
 
-def test_the_trace_counts_descriptors_and_bytes() -> None:
+@pytest.mark.parametrize(("columns", "hbm_runs"), [(32, 40), (64, 1)])
+def test_the_trace_counts_descriptors_and_bytes(columns: int, hbm_runs: int) -> None:
+    """Rows that are neighbours in HBM are one run there."""
     facts = facts_of(
-        lambda dst, x: isa.dma_copy(dst, x[:, 0:32]), dst=Tile(shape=(40, 32)), x=hbm(X)
+        lambda dst, x: isa.dma_copy(dst, x[:, 0:columns]),
+        dst=Tile(shape=(40, columns)),
+        x=hbm(X),
     )
-    assert (facts.moved_bytes, facts.rows, facts.runs) == (40 * 32 * 4, 40, 40)
-    assert (facts.hbm_read_bytes, facts.hbm_write_bytes) == (40 * 32 * 4, 0)
-
-
-def test_the_trace_merges_neighbours_in_hbm() -> None:
-    facts = facts_of(lambda dst, x: isa.dma_copy(dst, x), dst=Tile(shape=(40, 64)), x=hbm(X))
-    assert (facts.runs, facts.hbm_runs) == (40, 1)
+    assert (facts.moved_bytes, facts.rows, facts.runs) == (40 * columns * 4, 40, 40)
+    assert (facts.hbm_read_bytes, facts.hbm_write_bytes) == (40 * columns * 4, 0)
+    assert facts.hbm_runs == hbm_runs
 
 
 def test_the_trace_counts_indirect_and_skipped_rows() -> None:
