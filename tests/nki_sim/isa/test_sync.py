@@ -358,22 +358,3 @@ def test_overlapping_columns_of_the_same_rows_race_only_where_they_overlap() -> 
     assert nki_sim.run(two_cores(halves(8)), lnc=2).findings == []
     with pytest.raises(nki_sim.RaceError):
         nki_sim.run(two_cores(halves(9)), lnc=2)
-
-
-def test_results_of_a_race_free_kernel_do_not_depend_on_the_order() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=(2, 4, 16, 8)).astype(np.float32)
-
-    def kernel(x: Any) -> Any:
-        core = nl.program_id(0)
-        total, other = filled(0.0), filled(0.0)
-        for k in range(4):
-            part = nl.ndarray((16, 8), nl.float32)
-            isa.dma_copy(part, x[core, k])
-            isa.tensor_tensor(total, total, part, nl.add)
-            exchange(total, other)
-            isa.scalar_tensor_tensor(total, other, nl.multiply, 0.5, nl.add, total)
-        return save(core, total)
-
-    results = [nki_sim.run(kernel, values, lnc=2, options=o).outputs for o in ORDERS]
-    assert all(np.array_equal(results[0], other) for other in results[1:])
