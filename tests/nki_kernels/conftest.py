@@ -13,9 +13,7 @@ def _issues_what_it_did(
 ) -> Iterator[None]:
     with traces.launches(monkeypatch) as launched:
         yield
-    # What torch computes, and so what is launched after it, differs between processors.
-    follows_torch = "torch_layer" in request.node.name
-    is_random = getattr(request.function, "is_hypothesis_test", False) or follows_torch
+    is_random = getattr(request.function, "is_hypothesis_test", False)
     failed = request.session.testsfailed
     if launched and not is_random and not failed:
         traces.check(request.node.nodeid.removeprefix("tests/nki_kernels/"), launched)

@@ -3,10 +3,12 @@
 from dataclasses import fields
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
+from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from neuron_moe.weights import ExpertWeights
 from nki_kernels.common.formula import ExpertFormula, limits
 
@@ -63,3 +65,20 @@ def torch_weights(case: Any, formula: ExpertFormula) -> ExpertWeights:
 
     parts = (case.gate_up, case.down, case.gate_up_bias, case.down_bias)
     return ExpertWeights(*map(narrow, parts), formula)  # type: ignore[arg-type]
+
+
+def recode(
+    rng: np.random.Generator, shape: tuple[int, int, int], scope: str = "channel"
+) -> tuple[Any, Any, Any]:
+    """Return e5m2 codes [E, in, out], scales and values of a random MXFP4 weight."""
+    experts, inputs, outputs = shape
+    blocks = torch.from_numpy(
+        rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+    )
+    exponents = rng.integers(115, 125, (experts, outputs, inputs // 32)).astype(np.uint8)
+    recoded = recode_mxfp4_to_fp8(blocks, torch.from_numpy(exponents), scope=scope)
+    codes = recoded.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2)
+    values = decode_mxfp4(blocks, torch.from_numpy(exponents), torch.float32).numpy()
+    scale = recoded.scale.numpy()[..., 0]
+    assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
+    return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)

@@ -115,29 +115,6 @@ KERNELS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
         1,
         (X,),
     ),
-    "turns": (
-        """
-        x_sb = nl.ndarray((128, 64), nl.bfloat16)
-        nisa.dma_copy(x_sb, a)
-        t_ps = nl.ndarray((<rows=64>, <columns=128>), <type=nl.bfloat16>, buffer=<memory=nl.psum>)
-        nisa.nc_transpose(t_ps, <data=x_sb>)
-        t_sb = nl.ndarray((64, 128), nl.float32)
-        nisa.tensor_copy(t_sb, t_ps)
-        largest = nl.ndarray((64, <kept=1>), nl.float32)
-        nisa.tensor_reduce(largest, <reduce=nl.maximum>, <reduced=t_sb>, axis=<axis=1>)
-        top = nl.ndarray((64, <top=8>), nl.float32)
-        nisa.max8(top, <of=t_sb>)
-        nisa.tensor_scalar(t_sb, t_sb, nl.subtract, <operand=largest>)
-        nisa.activation(t_sb, op=<op=nl.exp>, data=t_sb, bias=<bias=largest>)
-        y = nl.ndarray((64, 128), nl.float32, buffer=nl.shared_hbm)
-        nisa.dma_copy(y, t_sb)
-        z = nl.ndarray((64, 8), nl.float32, buffer=nl.shared_hbm)
-        nisa.dma_copy(z, top)
-        return y, z
-        """,
-        1,
-        (X,),
-    ),
     "loop": (
         """
         count_sb = nl.ndarray((1, 1), <ctype=nl.int32>)
@@ -243,22 +220,6 @@ FAULTS: dict[str, dict[str, dict[str, str]]] = {
         },
         "summed": {"sum_ps[0:32]": OPERAND},
     },
-    "turns": {
-        "rows": {"63": OPERAND},
-        "columns": {"127": OPERAND},
-        "type": {"nl.float32": OPERAND},
-        "memory": {"nl.private_hbm": OPERAND},
-        "data": {"x_sb[0:64]": OPERAND, "a": OPERAND},
-        "kept": {"2": OPERAND},
-        "reduce": {"nl.exp": OPERAND},
-        "reduced": {"t_sb[0:32]": OPERAND},
-        "axis": {"0": OPERAND, "2": OPERAND},
-        "top": {"7": OPERAND},
-        "of": {"t_sb[:, 0:7]": OPERAND},
-        "operand": {"largest[0:32]": OPERAND, "top": OPERAND},
-        "op": {"nl.add": OPERAND},
-        "bias": {"top": OPERAND, "x_sb[0:64, 0:2]": OPERAND},
-    },
     "loop": {
         "ctype": {"nl.float32": OPERAND, "nl.uint32": OPERAND},
         "load": {"pass": UNWRITTEN},
@@ -327,7 +288,6 @@ TWINS: dict[str, dict[str, tuple[str, ...]]] = {
         "bank": ("(0, 0)", "(0, 14336)"),
         "half": ("two[32:64, 0:32]",),
     },
-    "turns": {"reduce": ("nl.add", "nl.minimum"), "op": ("nl.copy", "nl.tanh"), "axis": ("(1,)",)},
     "loop": {
         "upper": ("3", "iterations + 2", "iterations * 2"),
         "lower": ("1", "iterations"),

@@ -30,52 +30,35 @@ def load(x: Any) -> Any:
     return tile
 
 
-def narrowed(dtype: Any) -> Kernel:
+def writing(issue: Callable[[Any, Any], Any], dtype: Any = nl.float32) -> Kernel:
+    """Return a kernel that returns what an instruction writes to a tile, given that and x."""
+
     def kernel(x: Any) -> Any:
         tile = nl.ndarray(x.shape, dtype)
-        isa.tensor_copy(tile, load(x))
+        issue(tile, x)
         return save(tile)
 
     return kernel
+
+
+def narrowed(dtype: Any) -> Kernel:
+    return writing(lambda tile, x: isa.tensor_copy(tile, load(x)), dtype)
 
 
 def narrowed_by_dma(dtype: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        tile = nl.ndarray(x.shape, dtype)
-        isa.dma_copy(tile, x)
-        return save(tile)
-
-    return kernel
+    return writing(lambda tile, x: isa.dma_copy(tile, x), dtype)
 
 
 def filled(dtype: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        tile = nl.ndarray(x.shape, dtype)
-        isa.memset(tile, -3.4028234663852886e38)
-        return save(tile)
-
-    return kernel
+    return writing(lambda tile, x: isa.memset(tile, -3.4028234663852886e38), dtype)
 
 
 def activated(op: Any) -> Kernel:
-    def kernel(x: Any) -> Any:
-        tile = load(x)
-        isa.activation(tile, op, tile)
-        return save(tile)
-
-    return kernel
+    return writing(lambda tile, x: isa.activation(tile, op, load(x)))
 
 
-def to_float(x: Any) -> Any:
-    tile = nl.ndarray(x.shape, nl.float32)
-    isa.tensor_copy(tile, load(x))
-    return save(tile)
-
-
-def counted(x: Any) -> Any:
-    tile = nl.ndarray(x.shape, nl.int32)
-    isa.tensor_scalar(tile, load(x), nl.multiply, 1.0)
-    return save(tile)
+to_float = narrowed(nl.float32)
+counted = writing(lambda tile, x: isa.tensor_scalar(tile, load(x), nl.multiply, 1.0), nl.int32)
 
 
 def difference(x: Any) -> Any:

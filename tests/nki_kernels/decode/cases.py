@@ -145,8 +145,8 @@ class Decode:
             **optional,
         )
 
-    def expected(self) -> Any:
-        """Return [T, H] float64, the formula."""
+    def expected(self, *, in_words: bool = False) -> Any:
+        """Return [T, H] float64, the formula; in words as a kernel quantises its activations."""
         has = self.gate_up_bias is not None
         formula, _, request = self.records()
         return decode_moe_ref(
@@ -159,6 +159,7 @@ class Decode:
             scaling=request.scaling,
             gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
             down_bias_EH=self.down_bias.astype(np.float64) if has else None,
+            in_words=in_words,
         )
 
     def torch_output(self) -> Any:

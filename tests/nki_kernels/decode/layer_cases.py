@@ -15,14 +15,15 @@ from nki_kernels.decode.layer_config import (
     LayerConfig,
     LayerForm,
     check_decode_layer,
+    expected_operands,
     make_layer_config,
 )
 from nki_kernels.decode.layer_kernel import decode_layer
 from nki_kernels.decode.layer_reference import LayerArrays, LayerResult, decode_layer_ref
-from nki_kernels.decode.layout import pack_down, pack_gate_up
+from nki_kernels.decode.layout import pack_down, pack_gate_up, weight_shapes
 from nki_kernels.decode.router import pack_router_weight
 from nki_kernels.decode.shared import pack_shared_experts
-from nki_sim import SimOptions
+from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.cases import Records, records
 from tests.nki_kernels.drawing import GPT_OSS, SITU
 
@@ -210,6 +211,17 @@ def operands_of(config: LayerConfig, arrays: dict[str, Array], first: int = 0) -
         bias = None if loads_bias(moe) else given.pop("down_bias", None)
         given["down"] = pack_down(moe, arrays["down"], bias)
     return given
+
+
+def specs_of(config: LayerConfig) -> dict[str, Any]:
+    """Return operands without values, of bfloat16 experts."""
+    named = expected_operands(config).items()
+    specs = {
+        name: TensorSpec(shape, dtypes[0]) for name, (shape, dtypes) in named if shape is not None
+    }
+    for name, shape in zip(("gate_up", "down"), weight_shapes(config.moe), strict=True):
+        specs[name] = TensorSpec(shape, "bfloat16")
+    return specs
 
 
 def run(

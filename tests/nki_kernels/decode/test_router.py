@@ -25,6 +25,7 @@ from nki_kernels.decode.router import (
 from nki_sim import SimOptions
 from nki_sim import isa as nisa
 from nki_sim.language import api as nl
+from tests.nki_kernels.decode.layer_cases import FAMILIES
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-5
@@ -77,18 +78,8 @@ def norm_and_route(
 
 
 FORMULAS: dict[str, dict[str, Any]] = {
-    "gpt-oss": {"top_k": 4, "act_over_topk": True, "has_bias": True},
-    "llama4": {"top_k": 1, "act_fn": "sigmoid"},
-    "qwen3-moe": {"top_k": 8, "renormalize": True},
-    "deepseek": {
-        "top_k": 8,
-        "act_fn": "sigmoid",
-        "has_selection_bias": True,
-        "n_group": 4,
-        "topk_group": 2,
-        "renormalize": True,
-        "routed_scaling_factor": 2.5,
-    },
+    **{name: FAMILIES[name][0] for name in ("gpt-oss", "llama4", "deepseek")},
+    "qwen3-moe": FAMILIES["qwen3"][0],
     "16-of-40": {"top_k": 16, "has_bias": True},
 }
 # name: (T, H, E, router dtype, formula); H of 320 has no equal tiles, 192 and 576 have

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -277,12 +277,14 @@ def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[st
 
 
 def _expected(case: Case, arrays: LayerArrays) -> Any:
+    drawn = {entry.name: getattr(arrays, entry.name) for entry in fields(arrays)}
     wide = {
-        name: None if value is None else np.asarray(value, np.float64)
-        for name, value in vars_of(arrays).items()
+        name: tuple(matrix.astype(np.float64) for matrix in value)
+        if name == "shared"
+        else value.astype(np.float64)
+        for name, value in drawn.items()
+        if value is not None
     }
-    if arrays.shared is not None:
-        wide["shared"] = tuple(matrix.astype(np.float64) for matrix in arrays.shared)
     return decode_layer_ref(
         LayerArrays(**wide),
         case.router,
@@ -294,29 +296,16 @@ def _expected(case: Case, arrays: LayerArrays) -> Any:
     )
 
 
-def vars_of(arrays: LayerArrays) -> dict[str, Any]:
-    """Return the fields that a case draws."""
-    names = (
-        "hidden_TH",
-        "router_weight_NH",
-        "gate_up_EH2I",
-        "down_EIH",
-        "norm_weight_H",
-        "selection_bias_N",
-        "residual_TH",
-        "shared_gate_H",
-    )
-    return {name: getattr(arrays, name) for name in names}
+def is_counted(name: str) -> bool:
+    """Say whether a case costs what it is said to cost to the byte, and not about that."""
+    roughly = ("folds-behind-pieces", "folds-spare", "whole-rows", "whole-rows-scaled-inputs")
+    return name not in roughly and not (CASES[name].shared and CASES[name].broken)
 
 
 LONGER = (
     "two-tiles-a-core",
-    "no-norm",
-    "residual",
     "groups",
-    "shared",
     "shared-one-core",
-    "gated",
     "shared-e5m2",
     "gated-e4m3",
     "shared-too-wide",
@@ -342,6 +331,8 @@ def test_layer_equals_the_formula(name: str) -> None:
         np.testing.assert_array_equal(outputs[2][whole], expected.index_TK[whole])
         # A normalised number may round the other way than in the formula.
         np.testing.assert_allclose(outputs[1][whole], expected.affinities_TK[whole], rtol=2e-3)
+        if is_counted(name):
+            assert _counted(case, run) == measured_cost(run.trace)
 
 
 @pytest.mark.parametrize(
@@ -411,31 +402,6 @@ def test_padding_chooses_no_routed_expert_and_changes_no_other(name: str) -> Non
         index_TK = np.where(is_real_T[:, None], run.outputs[2], -1)
         make = partial(replace, has_padding=True)
         assert cost_of(case, index_TK, make=make) == measured_cost(run.trace)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one-tile",
-        "residual",
-        "one-core",
-        "rank-of-four",
-        "few-here",
-        "front",
-        "folds",
-        "folds-one-core",
-        "no-norm",
-        "one-choice",
-        "shared",
-        "shared-e4m3",
-        "shared-by-parts",
-        "gated",
-    ],
-)
-def test_cost_is_that_of_the_trace(name: str) -> None:
-    case = CASES[name]
-    run = _run(case, draw_arrays(case), SimOptions())
-    assert _counted(case, run) == measured_cost(run.trace)
 
 
 def _counted(case: Case, run: nki_sim.Run, num_passes: int = 1) -> KernelCost:

@@ -44,7 +44,3 @@ class MxPrefill(Prefill):
         found = super().optional(config)
         found.pop("gate_up_bias", None)
         return found
-
-    def quantized_slots(self) -> Any:
-        """Return [N*B, H] float64, the formula with activations in words as the kernel has them."""
-        return self.expected_slots(in_words=True)

@@ -90,22 +90,11 @@ def test_positions_of_a_range_end_between_0_and_2_to_the_24(start: int) -> None:
     assert taken == (0 <= start + 4 <= 1 << 24)
 
 
-SHAPES = (
-    (1, 16, 8),
-    (2, 8, 8),
-    (4, 4, 8),
-    (8, 2, 8),
-    (16, 1, 8),
-    (3, 16, 8),
-    (32, 1, 8),
-    (2, 4, 8),
-    (4, 2, 8),
-    (16, 8),
-    (8, 8),
-    (32, 8),
-    (2, 3, 8, 8),
-    (2, 8, 3, 8),
-)
+SHAPES = [
+    *((rows, 16 // rows, 8) for rows in (1, 2, 4, 8, 16)),
+    *((3, 16, 8), (32, 1, 8), (2, 4, 8), (4, 2, 8)),
+    *((16, 8), (8, 8), (32, 8), (2, 3, 8, 8), (2, 8, 3, 8)),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

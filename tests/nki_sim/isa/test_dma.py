@@ -86,67 +86,17 @@ def test_a_copy_onto_itself_moves_and_checks_nothing() -> None:
     assert [record.op for record in run.trace] == ["dma_copy"]
 
 
-COPY_REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
-    "element-counts": (
-        lambda dst, x: isa.dma_copy(dst, x),
-        {"dst": Tile(shape=(40, 32)), "x": hbm(X)},
-        "1280",
-    ),
-    "overlap": (
+@pytest.mark.parametrize(
+    "copy",
+    [
         lambda x: isa.dma_copy(x[0:20], x[10:30]),
-        {"x": hbm(X)},
-        "overlap",
-    ),
-    "overlap-of-runs-over-rows": (
         lambda x: isa.dma_copy(x.ap([[1, 128]], offset=64), x.ap([[1, 128]], offset=128)),
-        {"x": hbm(X)},
-        "overlap",
-    ),
-    "engine-without-hwdge": (
-        lambda dst, x: isa.dma_copy(dst, x, engine=isa.engine.sync),
-        {"dst": Tile(shape=X.shape), "x": hbm(X)},
-        "hwdge",
-    ),
-    "engine-vector": (
-        lambda dst, x: isa.dma_copy(dst, x, engine=isa.engine.vector, dge_mode=isa.dge_mode.hwdge),
-        {"dst": Tile(shape=X.shape), "x": hbm(X)},
-        "sync or scalar",
-    ),
-    "priority-before-generation-4": (
-        lambda dst, x: isa.dma_copy(dst, x, priority=1),
-        {"dst": Tile(shape=X.shape), "x": hbm(X)},
-        "gen4",
-    ),
-    "psum-source": (
-        lambda dst, x: isa.dma_copy(dst, x),
-        {"dst": Tile(shape=X.shape), "x": Tile(X, space="psum")},
-        "HBM or SBUF",
-    ),
-    "hwdge-with-vector-offset": (
-        lambda dst, x, i: isa.dma_copy(
-            dst, x.ap([[64, 8], [1, 64]], vector_offset=i), dge_mode=isa.dge_mode.hwdge
-        ),
-        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((8, 1), np.int32))},
-        "swdge",
-    ),
-    "float-indices": (
-        lambda dst, x, i: isa.dma_copy(dst, x.ap([[64, 8], [1, 64]], vector_offset=i)),
-        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((8, 1), np.float32))},
-        "integer",
-    ),
-    "index-count": (
-        lambda dst, x, i: isa.dma_copy(dst, x.ap([[64, 8], [1, 64]], vector_offset=i)),
-        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((9, 1), np.int32))},
-        "8 indices",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COPY_REFUSALS)
-def test_a_copy_refuses(name: str) -> None:
-    body, tiles, message = COPY_REFUSALS[name]
-    with pytest.raises(IllegalOperand, match=message):
-        execute(body, **tiles)
+    ],
+    ids=["rows", "runs-over-rows"],
+)
+def test_a_copy_onto_overlapping_elements_is_refused(copy: Callable[..., Any]) -> None:
+    with pytest.raises(IllegalOperand, match="overlap"):
+        execute(copy, x=hbm(X))
 
 
 # Gather and scatter
@@ -154,6 +104,26 @@ def test_a_copy_refuses(name: str) -> None:
 
 def gather(dst: Any, x: Any, i: Any, mode: Any = isa.oob_mode.error) -> None:
     isa.dma_copy(dst, x.ap([[64, i.size], [1, 64]], vector_offset=i), oob_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "options", "message"),
+    [
+        (8, np.int32, {"dge_mode": isa.dge_mode.hwdge}, "swdge"),
+        (8, np.float32, {}, "integer"),
+        (9, np.int32, {}, "8 indices"),
+    ],
+)
+def test_a_gather_refuses(rows: int, dtype: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(IllegalOperand, match=message):
+        execute(
+            lambda dst, x, i: isa.dma_copy(
+                dst, x.ap([[64, 8], [1, 64]], vector_offset=i), **options
+            ),
+            dst=Tile(shape=(8, 64)),
+            x=hbm(X),
+            i=Tile(np.zeros((rows, 1), dtype)),
+        )
 
 
 @pytest.mark.parametrize("index_dtype", [np.int32, np.uint32])
@@ -191,40 +161,32 @@ def test_uint32_maximum_is_a_negative_index() -> None:
         execute(gather, dst=Tile(shape=(4, 64)), x=hbm(X), i=Tile(rows))
 
 
-def test_the_row_size_comes_from_the_base_not_from_the_pattern() -> None:
-    """Published kernels pass a meaningless leading stride with a vector_offset."""
-    rows = np.array([[3], [1]], np.int32)
+GATHERS: dict[str, tuple[Callable[..., Any], list[int], Any]] = {
+    "vector-select": (lambda x, i: x.vector_select(0, i), [6, 2], X[[6, 2]]),
+    # Published kernels pass a meaningless leading stride with a vector_offset.
+    "rows-of-the-base": (lambda x, i: x.ap([[7, 2], [1, 64]], vector_offset=i), [3, 1], X[[3, 1]]),
+    "rows-of-a-reshaped-base": (
+        lambda x, i: x.reshape((160, 1, 16)).ap([[24, 3], [1, 16]], vector_offset=i),
+        [159, 5, 6],
+        X.reshape(160, 16)[[159, 5, 6]],
+    ),
+    "parts-of-rows": (
+        lambda x, i: x.ap([[64, 3], [16, 2], [1, 4]], offset=8, vector_offset=i),
+        [2, 0, 39],
+        X[[2, 0, 39]][:, [8, 9, 10, 11, 24, 25, 26, 27]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_a_gather_reads_what_its_view_shows(name: str) -> None:
+    view, rows, expected = GATHERS[name]
     result = execute(
-        lambda dst, x, i: isa.dma_copy(dst, x.ap([[7, 2], [1, 64]], vector_offset=i)),
-        dst=Tile(shape=(2, 64)),
+        lambda dst, x, i: isa.dma_copy(dst, view(x, i)),
+        dst=Tile(shape=expected.shape),
         x=hbm(X),
-        i=Tile(rows),
+        i=Tile(np.array(rows, np.int32)[:, None]),
     )
-    assert np.array_equal(result["dst"], X[[3, 1]])
-
-
-def test_a_reshaped_base_changes_the_row_size() -> None:
-    values = np.arange(48, dtype=np.float32).reshape(2, 6, 4)
-    rows = np.array([[11], [5], [6]], np.int32)
-
-    def body(dst: Any, x: Any, i: Any) -> None:
-        isa.dma_copy(dst, x.reshape((12, 1, 4)).ap([[24, 3], [1, 4]], vector_offset=i))
-
-    result = execute(body, dst=Tile(shape=(3, 4)), x=hbm(values), i=Tile(rows))
-    assert np.array_equal(result["dst"], values.reshape(12, 4)[[11, 5, 6]])
-
-
-def test_a_gather_of_parts_of_rows() -> None:
-    rows = np.array([[2], [0], [39]], np.int32)
-    result = execute(
-        lambda dst, x, i: isa.dma_copy(
-            dst, x.ap([[64, 3], [16, 2], [1, 4]], offset=8, vector_offset=i)
-        ),
-        dst=Tile(shape=(3, 8)),
-        x=hbm(X),
-        i=Tile(rows),
-    )
-    expected = X[[2, 0, 39]][:, [8, 9, 10, 11, 24, 25, 26, 27]]
     assert np.array_equal(result["dst"], expected)
 
 
@@ -334,17 +296,6 @@ def test_a_gather_reads_the_rows_that_were_written(last: int) -> None:
         nki_sim.run(kernel, X, rows)
 
 
-def test_vector_select_chooses_rows() -> None:
-    rows = np.array([[6], [2]], np.int32)
-    result = execute(
-        lambda dst, x, i: isa.dma_copy(dst, x.vector_select(0, i)),
-        dst=Tile(shape=(2, 64)),
-        x=hbm(X),
-        i=Tile(rows),
-    )
-    assert np.array_equal(result["dst"], X[[6, 2]])
-
-
 # Scalar offsets
 
 
@@ -361,6 +312,18 @@ def test_a_scalar_offset_counts_rows_of_the_base(kind: str) -> None:
     assert np.array_equal(result["dst"], weights[3, :, 1])
 
 
+@pytest.mark.parametrize("space", ["hbm", "sbuf"])
+def test_indirect_dim_chooses_the_axis_of_the_base(space: str) -> None:
+    copy = isa.dma_copy if space == "hbm" else isa.tensor_copy
+    result = execute(
+        lambda dst, x, i: copy(dst, x.ap([[64, 40], [1, 4]], scalar_offset=i, indirect_dim=1)),
+        dst=Tile(shape=(40, 4)),
+        x=Tile(X, space=space),
+        i=Tile(np.array([[9]], np.int32)),
+    )
+    assert np.array_equal(result["dst"], X[:, 9:13])
+
+
 def test_a_register_past_its_axis_is_refused_though_the_tensor_goes_on() -> None:
     with pytest.raises(OutOfBounds, match="inside 48 elements"):
         execute(
@@ -368,19 +331,6 @@ def test_a_register_past_its_axis_is_refused_though_the_tensor_goes_on() -> None
             dst=Tile(shape=(2, 8)),
             x=hbm(np.zeros((4, 6, 8), np.float32)),
         )
-
-
-def test_indirect_dim_chooses_the_axis_of_the_base() -> None:
-    weights = RANDOM.normal(size=(5, 16, 8)).astype(np.float32)
-    result = execute(
-        lambda dst, w, r: isa.dma_copy(
-            dst, w.ap([[128, 5], [1, 8]], scalar_offset=r, indirect_dim=1)
-        ),
-        dst=Tile(shape=(5, 8)),
-        w=hbm(weights),
-        r=Tile(np.array([[11]], np.int32)),
-    )
-    assert np.array_equal(result["dst"], weights[:, 11])
 
 
 @pytest.mark.parametrize(
@@ -405,43 +355,10 @@ def test_skip_leaves_out_the_rows_that_do_not_fit(row: int, written: int) -> Non
     assert np.array_equal(result["x"], expected)
 
 
-def test_clamping_keeps_any_index_inside() -> None:
-    """For finding the shapes of outputs with made-up inputs."""
-    rows = np.array([[-5], [1000]], np.int32)
-    result = execute(
-        gather,
-        options=SimOptions(out_of_bounds="clamp"),
-        dst=Tile(shape=(2, 64)),
-        x=hbm(X),
-        i=Tile(rows),
-    )
-    assert np.array_equal(result["dst"], X[[0, 39]])
-    result = execute(
-        lambda dst, x, i: gather(dst, x[10:20], i),
-        options=SimOptions(out_of_bounds="clamp"),
-        dst=Tile(shape=(2, 64)),
-        x=hbm(X),
-        i=Tile(rows),
-    )
-    assert np.array_equal(result["dst"], X[[10, 19]])
-
-
 def test_rows_may_be_gathered_from_the_tensor_they_go_to() -> None:
     rows = np.array([[5], [7]], np.int32)
     result = execute(lambda x, i: gather(x[0:2], x, i), x=hbm(X), i=Tile(rows))
     assert np.array_equal(result["x"], np.concatenate((X[[5, 7]], X[2:])))
-
-
-def test_an_offset_in_memory_works_on_chip_too() -> None:
-    result = execute(
-        lambda dst, x, i: isa.tensor_copy(
-            dst, x.ap([[64, 40], [1, 4]], scalar_offset=i, indirect_dim=1)
-        ),
-        dst=Tile(shape=(40, 4)),
-        x=Tile(X),
-        i=Tile(np.array([[9]], np.int32)),
-    )
-    assert np.array_equal(result["dst"], X[:, 9:13])
 
 
 # dma_transpose
@@ -513,33 +430,6 @@ def test_a_gathered_transpose_takes_uint32() -> None:
         )
 
 
-TRANSPOSE_REFUSALS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, str]] = {
-    "shape": (lambda d, x: isa.dma_transpose(d[0:99], x), (16, 100), BF16, "shape"),
-    "one-byte": (lambda d, x: isa.dma_transpose(d, x), (16, 100), np.int8, "2 or 4 bytes"),
-    "axes": (lambda d, x: isa.dma_transpose(d, x, axes=(0, 1)), (16, 100), BF16, "axes"),
-    "hwdge-four-bytes": (
-        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge),
-        (16, 100),
-        np.float32,
-        "2 bytes",
-    ),
-    "skip-static": (lambda d, x: isa.dma_transpose(d, x, oob_mode=SKIP), (16, 100), BF16, "skip"),
-}
-
-
-@pytest.mark.parametrize("name", TRANSPOSE_REFUSALS)
-def test_a_transpose_refuses(name: str) -> None:
-    body, shape, dtype, message = TRANSPOSE_REFUSALS[name]
-    values = np.zeros(shape, dtype)
-    target = tuple(reversed(shape))
-    with pytest.raises(IllegalOperand, match=message):
-        execute(
-            lambda dst, x: body(dst, x),
-            dst=Tile(shape=target, dtype=values.dtype, space="hbm"),
-            x=hbm(values),
-        )
-
-
 # dma_compute
 
 
@@ -556,48 +446,23 @@ def test_a_sum_is_rounded_once() -> None:
     assert np.array_equal(result["dst"], expected)
 
 
-def test_a_scatter_adds_to_rows() -> None:
+@pytest.mark.parametrize("is_scatter", [False, True], ids=["gather", "scatter"])
+def test_a_sum_takes_rows_or_adds_to_them(is_scatter: bool) -> None:
+    def body(x: Any, tile: Any, i: Any) -> None:
+        rows = x.ap([[64, 3], [1, 64]], vector_offset=i)
+        target = rows if is_scatter else tile
+        isa.dma_compute(target, [rows, tile], nl.add, oob_mode=SKIP)
+
+    values = RANDOM.normal(size=(3, 64)).astype(np.float32)
     rows = np.array([[3], [-1], [9]], np.int32)
-    values = RANDOM.normal(size=(3, 64)).astype(np.float32)
-
-    def body(x: Any, src: Any, i: Any) -> None:
-        target = x.ap([[64, 3], [1, 64]], vector_offset=i)
-        isa.dma_compute(target, [target, src], nl.add, oob_mode=SKIP)
-
-    result = execute(body, x=hbm(X), src=Tile(values), i=Tile(rows))
-    expected = X.copy()
-    expected[[3, 9]] += values[[0, 2]]
-    assert np.array_equal(result["x"], expected)
-
-
-def test_a_gather_adds_rows() -> None:
-    rows = np.array([[3], [50], [9]], np.int32)
-    values = RANDOM.normal(size=(3, 64)).astype(np.float32)
-
-    def body(dst: Any, x: Any, i: Any) -> None:
-        source = x.ap([[64, 3], [1, 64]], vector_offset=i)
-        isa.dma_compute(dst, [source, dst], nl.add, oob_mode=SKIP)
-
-    result = execute(body, dst=Tile(values), x=hbm(X), i=Tile(rows))
-    expected = values.copy()
-    expected[[0, 2]] += X[[3, 9]]
-    assert np.array_equal(result["dst"], expected)
-
-
-COMPUTE_REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
-    "operator": (lambda dst, a: isa.dma_compute(dst, [a, a], nl.multiply), "nl.add"),
-    "scale": (lambda dst, a: isa.dma_compute(dst, [a, a], nl.add, scales=(1.0, 2.0)), "scales"),
-    "seventeen": (lambda dst, a: isa.dma_compute(dst, [a] * 17, nl.add), "16"),
-    "elements": (lambda dst, a: isa.dma_compute(dst, [a, a[0:8]], nl.add), "elements"),
-    "skip-static": (lambda dst, a: isa.dma_compute(dst, [a, a], nl.add, oob_mode=SKIP), "skip"),
-}
-
-
-@pytest.mark.parametrize("name", COMPUTE_REFUSALS)
-def test_a_sum_refuses(name: str) -> None:
-    body, message = COMPUTE_REFUSALS[name]
-    with pytest.raises(IllegalOperand, match=message):
-        execute(body, dst=Tile(shape=(16, 64)), a=hbm(X[:16]))
+    result = execute(body, x=hbm(X), tile=Tile(values), i=Tile(rows))
+    x, tile = X.copy(), values.copy()
+    if is_scatter:
+        x[[3, 9]] += values[[0, 2]]
+    else:
+        tile[[0, 2]] += X[[3, 9]]
+    assert np.array_equal(result["x"], x)
+    assert np.array_equal(result["tile"], tile)
 
 
 def test_equal_rows_are_refused_in_a_read_modify_write() -> None:
@@ -616,17 +481,17 @@ def facts_of(body: Callable[..., Any], **tiles: Tile) -> Any:
     return next(iter(execute(body, **tiles).run.trace)).facts
 
 
-def test_the_trace_counts_descriptors_and_bytes() -> None:
+@pytest.mark.parametrize(("columns", "hbm_runs"), [(32, 40), (64, 1)])
+def test_the_trace_counts_descriptors_and_bytes(columns: int, hbm_runs: int) -> None:
+    """Rows that are neighbours in HBM are one run there."""
     facts = facts_of(
-        lambda dst, x: isa.dma_copy(dst, x[:, 0:32]), dst=Tile(shape=(40, 32)), x=hbm(X)
+        lambda dst, x: isa.dma_copy(dst, x[:, 0:columns]),
+        dst=Tile(shape=(40, columns)),
+        x=hbm(X),
     )
-    assert (facts.moved_bytes, facts.rows, facts.runs) == (40 * 32 * 4, 40, 40)
-    assert (facts.hbm_read_bytes, facts.hbm_write_bytes) == (40 * 32 * 4, 0)
-
-
-def test_the_trace_merges_neighbours_in_hbm() -> None:
-    facts = facts_of(lambda dst, x: isa.dma_copy(dst, x), dst=Tile(shape=(40, 64)), x=hbm(X))
-    assert (facts.runs, facts.hbm_runs) == (40, 1)
+    assert (facts.moved_bytes, facts.rows, facts.runs) == (40 * columns * 4, 40, 40)
+    assert (facts.hbm_read_bytes, facts.hbm_write_bytes) == (40 * columns * 4, 0)
+    assert facts.hbm_runs == hbm_runs
 
 
 def test_the_trace_counts_indirect_and_skipped_rows() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nki_sim import IllegalOperand, SimOptions, isa
+from nki_sim import SimOptions, isa
 from nki_sim.testing import Tile, execute
 
 GEN4 = SimOptions(target="trn3")
@@ -114,76 +113,3 @@ def test_rand2_is_uniform_between_its_bounds() -> None:
     unit = (result["dst"] - low) / (5.0 - low)
     assert abs(unit.mean() - 0.5) < 0.01
     assert abs(unit.var() - 1 / 12) < 0.005
-
-
-REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
-    "rng-float": (isa.rng, {"dst": out("float32")}, "trn2", "dst: expected an integer type"),
-    "rng-gpsimd-psum": (
-        lambda dst: isa.rng(dst, isa.engine.gpsimd),
-        {"dst": out(space="psum")},
-        "trn2",
-        "dst: expected a tensor in SBUF",
-    ),
-    "rng-gpsimd-gen2": (
-        lambda dst: isa.rng(dst, isa.engine.gpsimd),
-        {"dst": out()},
-        "trn1",
-        "engine: expected one",
-    ),
-    "seed-shape": (
-        isa.set_rng_seed,
-        {"src_seeds": Tile(np.ones((2, 1), np.uint32))},
-        "trn2",
-        r"src_seeds: expected shape \[1, 1\]",
-    ),
-    "seed-type": (
-        isa.set_rng_seed,
-        {"src_seeds": Tile(np.ones((1, 1), np.uint16))},
-        "trn2",
-        "src_seeds: expected a 32-bit type",
-    ),
-    "state-words": (
-        isa.rand_set_state,
-        {"src_seeds": Tile(np.ones((4, 24), np.uint32))},
-        "trn2",
-        "src_seeds: expected 6 elements per partition on gpsimd",
-    ),
-    "state-type": (
-        isa.rand_set_state,
-        {"src_seeds": Tile(np.ones((4, 6), np.int32))},
-        "trn2",
-        "src_seeds: expected uint32",
-    ),
-    "state-vector-gen3": (
-        lambda dst: isa.rand_get_state(dst, isa.engine.vector),
-        {"dst": out(shape=(4, 24))},
-        "trn2",
-        "engine: expected one of gpsimd",
-    ),
-    "state-gen2": (isa.rand_get_state, {"dst": out(shape=(4, 6))}, "trn1", "expected gen3"),
-    "rand2-gen3": (
-        lambda dst: isa.rand2(dst, 0.0, 1.0),
-        {"dst": out("float32")},
-        "trn2",
-        "expected gen4",
-    ),
-    "rand2-bounds": (
-        lambda dst: isa.rand2(dst, 1.0, 1.0),
-        {"dst": out("float32")},
-        "trn3",
-        "max: expected more",
-    ),
-    "rand2-type": (
-        lambda dst: isa.rand2(dst, 0.0, 1.0),
-        {"dst": out("bool")},
-        "trn3",
-        "dst: expected a float",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_a_documented_constraint_is_refused(case: str) -> None:
-    call, tiles, target, message = REFUSALS[case]
-    with pytest.raises(IllegalOperand, match=message):
-        execute(call, options=SimOptions(target=target), **tiles)

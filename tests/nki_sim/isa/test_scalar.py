@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nki_sim import IllegalOperand, SimOptions, isa
+from nki_sim import SimOptions, isa
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 from nki_sim.trace import ENGINE_NAMES
@@ -69,22 +68,6 @@ def test_activation_takes_numbers_and_widens_integers() -> None:
     )
     expected = (x * 0.5 + 1.0).astype(BF16)
     np.testing.assert_array_equal(result["dst"].reshape(P, F), expected)
-
-
-@pytest.mark.parametrize(
-    ("op", "formula"),
-    [
-        ("silu", lambda x: x / (1 + math.exp(-x))),
-        ("gelu", lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2))),
-        ("sigmoid", lambda x: 1 / (1 + math.exp(-x))),
-        ("tanh", math.tanh),
-        ("square", lambda x: x * x),
-    ],
-)
-def test_an_activation_function_is_its_formula(op: str, formula: Callable[[float], float]) -> None:
-    result = execute(lambda dst, x: isa.activation(dst, getattr(nl, op), x), dst=out(), x=Tile(X))
-    expected = np.vectorize(formula)(X.astype(np.float64))
-    np.testing.assert_allclose(result["dst"], expected, rtol=2e-6, atol=1e-6)
 
 
 def test_row_sums_persist_across_activations_and_are_taken_before_rounding() -> None:
@@ -253,152 +236,3 @@ def test_an_input_outside_the_range_of_a_function_is_reported(op: str, value: fl
         x=Tile(x),
     )
     assert not [f for f in inside.run.findings if f.kind == "range"]
-
-
-def activate(dst: Any, x: Any, **options: Any) -> None:
-    isa.activation(dst, nl.exp, x, **options)
-
-
-UNARY = {"dst": out(), "x": Tile(X)}
-REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
-    "packed": (
-        activate,
-        UNARY | {"x": Tile(X.view(np.uint32), "float8_e5m2_x4")},
-        "trn2",
-        "data: expected an arithmetic type",
-    ),
-    "not-an-activation": (
-        lambda dst, x: isa.activation(dst, nl.add, x),
-        UNARY,
-        "trn2",
-        "op: expected an activation",
-    ),
-    "prelu-without-slope": (
-        lambda dst, x: isa.activation(dst, nl.prelu, x),
-        UNARY,
-        "trn2",
-        "Use nisa.activate2",
-    ),
-    "scale-bf16": (
-        lambda dst, x, s: activate(dst, x, scale=s),
-        UNARY | {"s": Tile(S.astype(BF16))},
-        "trn2",
-        "scale: expected a number or a float32 tensor; found bfloat16",
-    ),
-    "bias-tfloat32": (
-        lambda dst, x, b: activate(dst, x, bias=b),
-        UNARY | {"b": Tile(B, "tfloat32")},
-        "trn2",
-        "bias: expected any type but tfloat32",
-    ),
-    "bias-number-gen2": (
-        lambda dst, x: activate(dst, x, bias=1.0),
-        UNARY,
-        "trn1",
-        r"bias: expected a \(40, 1\) tensor before gen3",
-    ),
-    "reduce-op": (
-        lambda dst, x: activate(dst, x, reduce_op=nl.maximum, reduce_cmd=RESET_REDUCE),
-        UNARY,
-        "trn2",
-        "reduce_op: expected add; found maximum",
-    ),
-    "reduce-without-op": (
-        lambda dst, x: activate(dst, x, reduce_cmd=RESET_REDUCE),
-        UNARY,
-        "trn2",
-        "reduce_op: expected add",
-    ),
-    "load-reduce": (
-        lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.load_reduce),
-        UNARY,
-        "trn2",
-        "reduce_cmd: expected idle, reset, reduce or reset_reduce",
-    ),
-    "registers-never-set": (
-        lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.reduce),
-        UNARY,
-        "trn2",
-        "reduce_cmd: expected a reset_reduce",
-    ),
-    "gpsimd-gen3": (
-        lambda dst, x: activate(dst, x, engine=isa.engine.gpsimd),
-        UNARY,
-        "trn2",
-        "engine gpsimd: expected gen4",
-    ),
-    "gpsimd-psum": (
-        lambda dst, x: activate(dst, x, engine=isa.engine.gpsimd),
-        UNARY | {"x": Tile(X, space="psum")},
-        "trn3",
-        "data: expected a tensor in SBUF",
-    ),
-    "gpsimd-sum": (
-        lambda dst, x, s: activate(
-            dst,
-            x,
-            reduce_op=nl.add,
-            reduce_res=s,
-            reduce_cmd=RESET_REDUCE,
-            engine=isa.engine.gpsimd,
-        ),
-        UNARY | {"s": COLUMN},
-        "trn3",
-        "engine: expected scalar, which alone has reduction registers",
-    ),
-    "vector": (
-        lambda dst, x: activate(dst, x, engine=isa.engine.vector),
-        UNARY,
-        "trn3",
-        "engine: expected one of scalar, gpsimd",
-    ),
-    "activate2-gen3": (
-        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add),
-        UNARY,
-        "trn2",
-        "activate2: expected gen4",
-    ),
-    "activate2-pair": (
-        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.add, nl.multiply),
-        UNARY,
-        "trn3",
-        r"op0, op1: expected one of .* found add\+multiply",
-    ),
-    "activate2-reverse": (
-        lambda dst, x: isa.activate2(
-            dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.bypass, reverse1=True
-        ),
-        UNARY,
-        "trn3",
-        "reverse1: expected False where op1 is bypass",
-    ),
-    "activate2-immediates": (
-        lambda dst, x, s, b: isa.activate2(dst, nl.exp, x, s, b, nl.multiply, nl.add),
-        UNARY | {"s": Tile(S), "b": Tile(B.astype(BF16))},
-        "trn3",
-        "imm1: expected float32",
-    ),
-    "activate2-reduce-op": (
-        lambda dst, x: isa.activate2(
-            dst,
-            nl.exp,
-            x,
-            1.0,
-            1.0,
-            nl.multiply,
-            nl.add,
-            reduce_op=nl.multiply,
-            reduce_cmd=RESET_REDUCE,
-        ),
-        UNARY,
-        "trn3",
-        "reduce_op: expected abs_max, abs_min, add, maximum, minimum",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_a_documented_constraint_is_refused(case: str) -> None:
-    call, tiles, target, message = REFUSALS[case]
-    with pytest.raises(IllegalOperand, match=message):
-        execute(call, options=SimOptions(target=target), **tiles)

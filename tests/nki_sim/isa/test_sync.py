@@ -168,48 +168,31 @@ def test_cores_that_do_not_meet_are_told_where(name: str) -> None:
             nki_sim.run(kernel, lnc=2, options=options)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most"), [(nl.float32, 256), (nl.bfloat16, 256), (nl.uint8, 256)]
-)
-def test_gpsimd_exchanges_as_many_bytes_as_it_has_room_for(dtype: Any, most: int) -> None:
+@pytest.mark.parametrize("dtype", [nl.float32, nl.bfloat16, nl.uint8])
+def test_gpsimd_exchanges_256_elements(dtype: Any) -> None:
     def kernel(width: int) -> Any:
         tiles = [filled(1, (16, width), dtype) for _ in range(2)]
         exchange(*tiles, dma_engine=isa.dma_engine.gpsimd_dma)
         return None
 
-    nki_sim.run(kernel, most, lnc=2)
-    with pytest.raises(
-        IllegalOperand, match=f"at most {most * nl.DType(str(dtype)).itemsize} bytes"
-    ):
-        nki_sim.run(kernel, most + 1, lnc=2)
+    nki_sim.run(kernel, 256, lnc=2)
+    with pytest.raises(IllegalOperand, match=f"at most {256 * dtype.itemsize} bytes"):
+        nki_sim.run(kernel, 257, lnc=2)
 
 
-REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "types": (lambda: exchange(filled(1.0), filled(1, dtype=nl.int32)), "like src"),
-    "partner": (lambda: isa.sendrecv(filled(1.0), filled(1.0), 2, 2, 0), "a core below 2"),
-    "psum": (
-        lambda: exchange(nl.ndarray((16, 8), nl.float32, buffer=nl.psum), filled(1.0)),
-        "SBUF",
-    ),
-    "gpsimd-bytes": (
-        lambda: exchange(
-            filled(1.0, (16, 257)), filled(1.0, (16, 257)), dma_engine=isa.dma_engine.gpsimd_dma
-        ),
-        "1024 bytes",
-    ),
-    "barrier-without-itself": (
-        lambda: isa.core_barrier(filled(1.0), (1 - nl.program_id(0),)),
-        "this core",
-    ),
-    "barrier-of-core-5": (lambda: isa.core_barrier(filled(1.0), (0, 5)), "different cores"),
+REFUSALS: dict[str, Callable[[], Any]] = {
+    "like src": lambda: exchange(filled(1.0), filled(1, dtype=nl.int32)),
+    "a core below 2": lambda: isa.sendrecv(filled(1.0), filled(1.0), 2, 2, 0),
+    "SBUF": lambda: exchange(nl.ndarray((16, 8), nl.float32, buffer=nl.psum), filled(1.0)),
+    "this core": lambda: isa.core_barrier(filled(1.0), (1 - nl.program_id(0),)),
+    "different cores": lambda: isa.core_barrier(filled(1.0), (0, 5)),
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_meeting_refuses(name: str) -> None:
-    body, message = REFUSALS[name]
+@pytest.mark.parametrize("message", REFUSALS)
+def test_a_meeting_refuses(message: str) -> None:
     with pytest.raises(IllegalOperand, match=message):
-        nki_sim.run(body, lnc=2)
+        nki_sim.run(REFUSALS[message], lnc=2)
 
 
 def test_generation_2_has_no_second_core_to_meet() -> None:
@@ -375,22 +358,3 @@ def test_overlapping_columns_of_the_same_rows_race_only_where_they_overlap() -> 
     assert nki_sim.run(two_cores(halves(8)), lnc=2).findings == []
     with pytest.raises(nki_sim.RaceError):
         nki_sim.run(two_cores(halves(9)), lnc=2)
-
-
-def test_results_of_a_race_free_kernel_do_not_depend_on_the_order() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=(2, 4, 16, 8)).astype(np.float32)
-
-    def kernel(x: Any) -> Any:
-        core = nl.program_id(0)
-        total, other = filled(0.0), filled(0.0)
-        for k in range(4):
-            part = nl.ndarray((16, 8), nl.float32)
-            isa.dma_copy(part, x[core, k])
-            isa.tensor_tensor(total, total, part, nl.add)
-            exchange(total, other)
-            isa.scalar_tensor_tensor(total, other, nl.multiply, 0.5, nl.add, total)
-        return save(core, total)
-
-    results = [nki_sim.run(kernel, values, lnc=2, options=o).outputs for o in ORDERS]
-    assert all(np.array_equal(results[0], other) for other in results[1:])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nki_sim import IllegalOperand, isa
+from nki_sim import isa
 from nki_sim.testing import Tile, execute
 
 RANDOM = np.random.default_rng(0)
@@ -181,82 +180,3 @@ def test_statistics_of_tiles_merge_to_mean_and_variance() -> None:
     wide = x.astype(np.float64)
     np.testing.assert_allclose(result["dst"][:, 0], wide.mean(axis=1), rtol=1e-5)
     np.testing.assert_allclose(result["dst"][:, 1], wide.var(axis=1), rtol=1e-5)
-
-
-def shuffle(mask: list[int]) -> Callable[..., Any]:
-    return lambda dst, x: isa.nc_stream_shuffle(dst, x, mask)
-
-
-WIDE = Tile(np.zeros((P, 16_385), np.float32))
-NARROW = Tile(FLOATS[:, :7])
-REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
-    "max8-few": (isa.max8, {"dst": out(), "src": NARROW}, "src: expected 8 to 16384 .*found 7"),
-    "max8-many": (isa.max8, {"dst": out(), "src": WIDE}, "src: expected 8 to 16384"),
-    "max8-rank": (
-        isa.max8,
-        {"dst": out(), "src": Tile(FLOATS.reshape(P, 2, 3, 4))},
-        "src: expected at most",
-    ),
-    "find-dst-dtype": (
-        isa.nc_find_index8,
-        {"dst": out("int32"), "data": Tile(TIES), "vals": Tile(EIGHT)},
-        "dst: expected uint16 or uint32",
-    ),
-    "find-few": (
-        isa.nc_find_index8,
-        {"dst": out("uint32"), "data": NARROW, "vals": Tile(EIGHT)},
-        "data: expected 8 to 16384",
-    ),
-    "replace-many": (
-        lambda dst, x, v: isa.nc_match_replace8(dst, x, v, 0.0),
-        {"dst": out(shape=(P, 16_385)), "x": WIDE, "v": Tile(EIGHT)},
-        "data: expected 1 to 16384",
-    ),
-    "replace-index-dtype": (
-        lambda dst, x, v, i: isa.nc_match_replace8(dst, x, v, 0.0, i),
-        {"dst": out(shape=(P, F)), "x": Tile(TIES), "v": Tile(EIGHT), "i": out("float32")},
-        "dst_idx: expected uint16 or uint32",
-    ),
-    "replace-imm": (
-        lambda dst, x, v: isa.nc_match_replace8(dst, x, v, v),
-        {"dst": out(shape=(P, F)), "x": Tile(TIES), "v": Tile(EIGHT)},
-        "imm: expected a number",
-    ),
-    "shuffle-dtype": (
-        shuffle(MASK),
-        {"dst": out("bfloat16", (32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
-        "dst: expected float32 like src",
-    ),
-    "shuffle-length": (
-        shuffle([0]),
-        {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
-        "shuffle_mask: expected 32 entries; found 1",
-    ),
-    "shuffle-entry": (
-        shuffle([32] * 32),
-        {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
-        "shuffle_mask: expected entries 0..31, or 255",
-    ),
-    "shuffle-source-missing": (
-        shuffle([1] * 32),
-        {"dst": out(shape=(32, 3)), "x": Tile(np.ones((1, 3), np.float32))},
-        "shuffle_mask: expected source partitions below 1",
-    ),
-    "stats-many": (
-        isa.bn_stats,
-        {"dst": out(shape=(P, 6)), "data": Tile(np.zeros((P, 513), np.float32))},
-        "data: expected at most 512",
-    ),
-    "aggr-multiple": (
-        isa.bn_aggr,
-        {"dst": out(shape=(P, 2)), "data": NARROW},
-        "data: expected a multiple of 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_a_documented_constraint_is_refused(case: str) -> None:
-    call, tiles, message = REFUSALS[case]
-    with pytest.raises(IllegalOperand, match=message):
-        execute(call, **tiles)

@@ -170,44 +170,31 @@ def test_no_reorder_may_stand_in_a_loop_but_not_around_one() -> None:
         nki_sim.run(loop_in_no_reorder)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "step-zero": (lambda: list(nl.dynamic_range(0, 4, 0)), LanguageError, "positive"),
-    "body-returns": (lambda: nl.fori_loop(0, 2, lambda i: i), LanguageError, "returns nothing"),
-    "body-returns-nothing": (
-        lambda: nl.while_loop(isa.register_alloc(1), lambda r: None),
-        LanguageError,
-        "a register",
-    ),
-    "arithmetic": (lambda: isa.register_alloc(1) + 1, LanguageError, "compile time"),
-    "as-int": (lambda: int(isa.register_alloc(1)), LanguageError, "compile time"),
-    "unset-bound": (
-        lambda: list(nl.dynamic_range(isa.register_alloc())),
-        UninitializedRead,
-        "register",
-    ),
-    "two-registers-in-a-view": (
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    "positive": (lambda: list(nl.dynamic_range(0, 4, 0)), LanguageError),
+    "returns nothing": (lambda: nl.fori_loop(0, 2, lambda i: i), LanguageError),
+    "a register": (lambda: nl.while_loop(isa.register_alloc(1), lambda r: None), LanguageError),
+    "register": (lambda: list(nl.dynamic_range(isa.register_alloc())), UninitializedRead),
+    "one dynamic index": (
         lambda: nl.ndarray((4, 8, 8), nl.float32)[
             :, isa.register_alloc(1), nl.ds(isa.register_alloc(1), 2)
         ],
         LanguageError,
-        "one dynamic index",
     ),
-    "load-of-several": (
+    "one element": (
         lambda: isa.register_load(isa.register_alloc(), nl.ndarray((1, 2), nl.int32)),
         nki_sim.IllegalOperand,
-        "one element",
     ),
-    "load-from-psum": (
+    "SBUF or HBM": (
         lambda: isa.register_alloc(nl.ndarray((1, 1), nl.int32, buffer=nl.psum)),
         nki_sim.IllegalOperand,
-        "SBUF or HBM",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_loop_or_register_refuses(name: str) -> None:
-    body, error, message = REFUSED[name]
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_loop_or_register_refuses(message: str) -> None:
+    body, error = REFUSED[message]
     with pytest.raises(error, match=message):
         nki_sim.run(body)
 
@@ -315,18 +302,6 @@ def returning() -> Any:
         (breaking_inside, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (breaking, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (returning, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
-        (lambda: isa.register_alloc(1) < 2, r"test_loops.py:\d+: register: expected a number"),
-    ],
-    ids=[
-        "tensor-of-the-body-used-outside",
-        "tensor-of-the-body-read-outside",
-        "tensor-of-the-body-written-outside",
-        "condition-inside",
-        "break-inside",
-        "shared-tensor-of-the-body",
-        "break",
-        "return",
-        "comparison",
     ],
 )
 def test_what_no_dynamic_loop_can_do_is_refused_with_its_line(
@@ -454,7 +429,10 @@ def test_what_an_iteration_makes_and_forgets_is_no_state() -> None:
     assert numbers(kernel) == [0 + 1 + 2 + 2 + 3 + 4 + 2]
 
 
-USES: list[Callable[[Any], bool]] = [
+USES: list[Callable[[Any], Any]] = [
+    lambda register: register + 1,
+    lambda register: int(register),
+    lambda register: register < 2,
     lambda register: register == 3,
     lambda register: register != 3,
     lambda register: register in (1, 2),
@@ -463,8 +441,10 @@ USES: list[Callable[[Any], bool]] = [
 
 
 @pytest.mark.parametrize("use", USES)
-def test_registers_are_not_compared_in_python(use: Callable[[Any], bool]) -> None:
-    with pytest.raises(LanguageError, match="a number known at compile time"):
+def test_registers_are_no_numbers_of_python(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(
+        LanguageError, match=r"test_loops.py:\d+: register: expected a number known"
+    ):
         nki_sim.run(lambda: use(isa.register_alloc(3)))
 
 

@@ -34,49 +34,31 @@ def call(body: Callable[..., Any], *arrays: Any) -> Any:
     return nki_sim.run(kernel, *arrays).outputs
 
 
-BINARY: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "power": np.power,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "logical_and": np.logical_and,
-    "logical_or": np.logical_or,
-    "logical_xor": np.logical_xor,
-}
+BINARY = (
+    *("add", "subtract", "multiply", "maximum", "minimum", "power"),
+    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
+    *("logical_and", "logical_or", "logical_xor"),
+)
 
 
 @pytest.mark.parametrize("name", BINARY)
 def test_a_binary_helper_takes_tiles_and_numbers(name: str) -> None:
-    helper = getattr(nl, name)
-    np.testing.assert_allclose(call(helper, X, Y), BINARY[name](X, Y), rtol=1e-6)
+    helper, formula = getattr(nl, name), getattr(np, name)
+    np.testing.assert_allclose(call(helper, X, Y), formula(X, Y), rtol=1e-6)
     right = call(lambda x: helper(x, 0.5), X)
-    np.testing.assert_allclose(right, BINARY[name](X, np.float32(0.5)), rtol=1e-6)
+    np.testing.assert_allclose(right, formula(X, np.float32(0.5)), rtol=1e-6)
     left = call(lambda x: helper(0.5, x), X)
-    np.testing.assert_allclose(left, BINARY[name](np.float32(0.5), X), rtol=1e-6)
+    np.testing.assert_allclose(left, formula(np.float32(0.5), X), rtol=1e-6)
 
 
-BITS: dict[str, Callable[..., Any]] = {
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
-    "bitwise_xor": np.bitwise_xor,
-    "left_shift": np.left_shift,
-    "right_shift": np.right_shift,
-}
+BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift")
 
 
 @pytest.mark.parametrize("name", BITS)
 def test_a_bit_helper_works_on_patterns(name: str) -> None:
     a = RANDOM.integers(0, 256, (4, 8)).astype(np.uint8)
     b = RANDOM.integers(0, 8, (4, 8)).astype(np.uint8)
-    np.testing.assert_array_equal(call(getattr(nl, name), a, b), BITS[name](a, b))
+    np.testing.assert_array_equal(call(getattr(nl, name), a, b), getattr(np, name)(a, b))
 
 
 def test_invert_flips_every_bit() -> None:
@@ -90,17 +72,7 @@ def test_an_activation_helper_applies_its_function(name: str) -> None:
     np.testing.assert_allclose(call(getattr(nl, name), X), expected, rtol=1e-6)
 
 
-UNARY: dict[str, Callable[..., Any]] = {
-    "negative": np.negative,
-    "logical_not": np.logical_not,
-    "cos": np.cos,
-    "tan": np.tan,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "trunc": np.trunc,
-    "abs": np.abs,
-    "square": np.square,
-}
+UNARY = ("negative", "logical_not", "cos", "tan", "floor", "ceil", "trunc", "abs", "square")
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -108,25 +80,18 @@ def test_a_unary_helper_means_its_numpy_namesake(name: str) -> None:
     scale = 3.0 if name in ("floor", "ceil", "trunc") else 1.0
     y = (Y * scale).astype(np.float32)
     np.testing.assert_allclose(
-        call(getattr(nl, name), y), UNARY[name](y).astype(np.float32), rtol=2e-5, atol=1e-6
+        call(getattr(nl, name), y), getattr(np, name)(y).astype(np.float32), rtol=2e-5, atol=1e-6
     )
 
 
-REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "sum": np.sum,
-    "prod": np.prod,
-    "max": np.max,
-    "min": np.min,
-    "mean": np.mean,
-    "var": np.var,
-}
+REDUCTIONS = ("sum", "prod", "max", "min", "mean", "var")
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_a_reduction_runs_along_the_free_axes(name: str, keepdims: bool) -> None:
     found = call(lambda y: getattr(nl, name)(y, axis=1, keepdims=keepdims), Y)
-    expected = REDUCTIONS[name](Y.astype(np.float64), axis=1, keepdims=True)
+    expected = getattr(np, name)(Y.astype(np.float64), axis=1, keepdims=True)
     assert found.shape == (32, 1)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -256,16 +221,6 @@ def test_random_numbers_follow_their_seed() -> None:
         (lambda x, y: nl.add(1, 2), IllegalOperand, "x: expected a tile in x or y"),
         (lambda x, y: nl.exp(x, y), TypeError, "takes 1 operands, 2 were given"),
         (lambda x, y: nl.gather_flattened(x, y, axis=1), LanguageError, "axis: expected 0"),
-    ],
-    ids=[
-        "broadcast",
-        "matmul",
-        "transpose",
-        "softmax",
-        "partition-sum",
-        "numbers",
-        "arity",
-        "gather-axis",
     ],
 )
 def test_what_no_instruction_does_is_refused(

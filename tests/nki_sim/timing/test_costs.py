@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nki_sim.dtypes import ALL, DType
 from nki_sim.hardware import TRN1, TRN2, TRN3
 from nki_sim.time.costs import (
     gpsimd_cycles,
@@ -272,39 +273,15 @@ def test_registers_and_loops(facts: ControlFacts, expected: float) -> None:
         (SyncFacts("all_to_all", (1,), 4, 4096, ranks=4), 6000 + 1500 + 24),
         (SyncFacts("collective_permute", (1,), 4, 4096, ranks=4), 6000 + 1500 + 32),
     ],
-    ids=[
-        "barrier",
-        "alone",
-        "sendrecv",
-        "gpsimd",
-        "mesh",
-        "halving",
-        "ring",
-        "all-to-all",
-        "permute",
-    ],
+    ids=lambda value: value.kind if isinstance(value, SyncFacts) else "",
 )
 def test_meetings(facts: SyncFacts, expected: float) -> None:
     assert price_meeting(facts, TRN2).duration_ns == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        ("bool", 1),
-        ("uint8", 1),
-        ("float8_e4m3", 1),
-        ("float8_e8m0fnu", 1),
-        ("bfloat16", 2),
-        ("uint16", 2),
-        ("float32", 4),
-        ("int32", 4),
-        ("float8_e4m3fn_x4", 4),
-        ("float4_e2m1fn_x4", 2),
-    ],
-)
-def test_sizes_of_stored_elements(dtype: str, size: int) -> None:
-    assert itemsize(dtype) == size
+@pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 4], ids=str)
+def test_sizes_of_stored_elements(dtype: DType) -> None:
+    assert itemsize(str(dtype)) == dtype.itemsize
 
 
 def test_gpsimd_price_counts_its_own_clock() -> None:

@@ -149,32 +149,21 @@ def test_two_large_transfers_queue_for_the_dma_engines(builder: Any) -> None:
     assert result.data_start[1] == pytest.approx(result.data_end[0])
 
 
-def stream(make: Make, cores: int) -> Timeline:
-    """Every core loads 64 tiles of 128 x 32 KiB."""
+def stream(make: Make, *places: tuple[int, int]) -> float:
+    """Load 64 tiles of 128 x 32 KiB on each core of a rank; return GB/s."""
     first = make()
-    for core in range(cores):
-        b = make(trace=first.trace, core=core)
+    for core, rank in places:
+        b = make(trace=first.trace, core=core, rank=rank)
         source, tiles = b.hbm(128, 16384), [b.tile(16384) for _ in range(4)]
         for k in range(64):
             b.load(tiles[k % 4], source, ROWS, slice(0, 16384), dge="none")
-    return schedule(first.trace, TRN2, STATIC)
+    return schedule(first.trace, TRN2, STATIC).hbm_bytes_per_s / 1e9
 
 
-def test_two_cores_share_the_bandwidth_of_their_stack(make_builder: Make) -> None:
-    one, two = stream(make_builder, 1), stream(make_builder, 2)
-    assert one.hbm_bytes_per_s / 1e9 == pytest.approx(16 * 27.2, rel=0.05)
-    assert two.hbm_bytes_per_s / 1e9 == pytest.approx(716, rel=0.02)
-
-
-def test_cores_of_different_ranks_have_their_own_stacks(make_builder: Make) -> None:
-    first = make_builder()
-    for rank in range(2):
-        b = make_builder(trace=first.trace, rank=rank)
-        source, tiles = b.hbm(128, 16384), [b.tile(16384) for _ in range(4)]
-        for k in range(64):
-            b.load(tiles[k % 4], source, ROWS, slice(0, 16384), dge="none")
-    timeline = schedule(first.trace, TRN2, STATIC)
-    assert timeline.hbm_bytes_per_s / 1e9 == pytest.approx(2 * 16 * 27.2, rel=0.05)
+def test_cores_share_the_bandwidth_of_their_stack_and_ranks_do_not(make_builder: Make) -> None:
+    assert stream(make_builder, (0, 0)) == pytest.approx(16 * 27.2, rel=0.05)
+    assert stream(make_builder, (0, 0), (1, 0)) == pytest.approx(716, rel=0.02)
+    assert stream(make_builder, (0, 0), (0, 1)) == pytest.approx(2 * 16 * 27.2, rel=0.05)
 
 
 def test_the_array_warms_up_and_cools_down(builder: Any) -> None:

@@ -10,6 +10,7 @@ pictures. Each point must be met within 15 %; those with a reason to differ, wit
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -239,83 +240,34 @@ def mixed_dge(make: Make, columns: int) -> float:
 def instruction_points(make: Make) -> list[Point]:
     throttled = "throttled kernel; the model prices the full clock"
     low = "throttling at low array occupancy is not modelled"
+    one, train = partial(single_instruction, make), partial(matmul_train, make)
+    scalar, summed = {"engine": SCALAR}, {"reads_accumulator": True}
+    exp = {**scalar, "function": "exp"}
+    square = {**scalar, **summed, "function": "square"}
+    copied, absolute = one("tensor_copy", 512), one("tensor_scalar_reduce", 16384, **summed)
+    squares = one("activation_reduce", 16384, **square)
     return [
-        Point("bf16 matmul 128x128x512", "BND V2", "ns", 217.4, matmul_train(make, 4000) / 4000),
-        Point("fp32 matmul N=512", "OPT", "ns", 859, matmul_train(make, 1000, "float32") / 1000),
-        Point("2,048 full tiles", "INV-TE", "us", 445, matmul_train(make, 2048) / 1e3),
+        Point("bf16 matmul 128x128x512", "BND V2", "ns", 217.4, train(4000) / 4000),
+        Point("fp32 matmul N=512", "OPT", "ns", 859, train(1000, "float32") / 1000),
+        Point("2,048 full tiles", "INV-TE", "us", 445, train(2048) / 1e3),
         Point("2,048 mixed tiles", "INV-TE", "us", 453, mixed_tiles(make) / 1e3, low),
-        Point(
-            "matmul N=1, trn1",
-            "PERF",
-            "ns",
-            64 / 2.8,
-            matmul_train(make, 4000, n=1, chip=TRN1) / 4000,
-        ),
+        Point("matmul N=1, trn1", "PERF", "ns", 64 / 2.8, train(4000, n=1, chip=TRN1) / 4000),
         Point("bf16 transpose 128x128", "INV-TP", "ns", 81, transposes(make, 1024), throttled),
-        Point(
-            "Vector copy, PSUM fp32, 512",
-            "BND",
-            "ns",
-            680,
-            single_instruction(make, "tensor_copy", 512),
-        ),
-        Point(
-            "Scalar exp, 128",
-            "DMAOV",
-            "ns",
-            401,
-            single_instruction(make, "activation", 128, engine=SCALAR, function="exp"),
-        ),
-        Point(
-            "Scalar exp, 4,096",
-            "DMAOV",
-            "ns",
-            3708,
-            single_instruction(make, "activation", 4096, engine=SCALAR, function="exp"),
-        ),
+        Point("Vector copy, PSUM fp32, 512", "BND", "ns", 680, copied),
+        Point("Scalar exp, 128", "DMAOV", "ns", 401, one("activation", 128, **exp)),
+        Point("Scalar exp, 4,096", "DMAOV", "ns", 3708, one("activation", 4096, **exp)),
         Point("scalar_tensor_tensor, 512", "RMSQ", "ns", 644, vector_train_ns(make, 32)),
-        Point(
-            "abs-max of 16,384 bf16",
-            "RMSQ",
-            "us",
-            17.2,
-            single_instruction(make, "tensor_scalar_reduce", 16384, reads_accumulator=True) / 1e3,
-        ),
+        Point("abs-max of 16,384 bf16", "RMSQ", "us", 17.2, absolute / 1e3),
         Point("16,384 bf16 to fp8", "RMSQ", "us", 8.7, quantise_ns(make) / 1e3),
-        Point(
-            "Scalar square-sum, 16,384",
-            "RMSQ",
-            "us",
-            15.3,
-            single_instruction(
-                make,
-                "activation_reduce",
-                16384,
-                engine=SCALAR,
-                function="square",
-                reads_accumulator=True,
-            )
-            / 1e3,
-        ),
+        Point("Scalar square-sum, 16,384", "RMSQ", "us", 15.3, squares / 1e3),
         Point("dependent Scalar op, Trn1", "PERF", "ns", 189, dependent_scalar_ns(make)),
     ]
 
 
 def transfer_points(make: Make) -> list[Point]:
     merged = "the block is contiguous; merging of its rows is not settled and not modelled"
-    curve = {
-        32: 4.9,
-        64: 9.3,
-        128: 18.5,
-        256: 38,
-        512: 76,
-        1024: 155,
-        2048: 299,
-        4096: 356,
-        8192: 362,
-        16384: 364,
-        32768: 368,
-    }
+    rates = (4.9, 9.3, 18.5, 38, 76, 155, 299, 356, 362, 364, 368)
+    curve = {32 << step: rate for step, rate in enumerate(rates)}
     points = [
         Point(
             f"one queue, 128 x {size} B",
