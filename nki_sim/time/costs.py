@@ -105,6 +105,8 @@ def itemsize(dtype: str) -> int:
         return 2 if dtype.startswith("float4") else 4
     if dtype in ("bool", "bool_") or "8" in dtype.split("_")[0]:
         return 1
+    if "64" in dtype:
+        return 8
     return 2 if "16" in dtype else 4
 
 

@@ -279,7 +279,7 @@ def test_meetings(facts: SyncFacts, expected: float) -> None:
     assert price_meeting(facts, TRN2).duration_ns == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 4], ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_sizes_of_stored_elements(dtype: DType) -> None:
     assert itemsize(str(dtype)) == dtype.itemsize
 
