@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,47 +178,45 @@ def test_one_process_shards_for_all_ranks(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name]), name
 
 
-def saved_shard(directory: Path) -> Path:
+@pytest.mark.parametrize(
+    ("layout", "rank", "placement", "message"),
+    [
+        ((1, 4), 1, None, "sharded for tp=2, must be tp=1"),
+        (
+            (2, 2),
+            1,
+            ExpertPlacement((7, 6, 5, 4, 3, 2, 1, 0), 2, E),
+            r"holds experts 0-3, slice 1 of 2, the model needs exp",
+        ),
+        ((2, 2), 3, None, "rank-00003-of-00004"),
+        (None, 0, None, "this process has no rank"),
+    ],
+    ids=["layout", "placement", "no file", "no rank"],
+)
+def test_a_sharded_checkpoint_that_does_not_fit_is_refused(
+    tmp_path: Path,
+    layout: tuple[int, int] | None,
+    rank: int,
+    placement: ExpertPlacement | None,
+    message: str,
+) -> None:
     with parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1):
-        save_sharded(build(), directory)
-    return directory
+        save_sharded(build(), tmp_path)
+    here = nullcontext()
+    if layout is not None:
+        here = parallel_state.as_rank(ParallelConfig(tp=layout[0], ep=layout[1]), rank)
+    error = FileNotFoundError if rank == 3 else ValueError
+    with here, pytest.raises(error, match=message):
+        load_sharded(build(placement=placement), tmp_path)
 
 
-def test_a_sharded_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
-    folder = saved_shard(tmp_path)
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=1, ep=4), 1),
-        pytest.raises(ValueError, match="sharded for tp=2, must be tp=1"),
-    ):
-        load_sharded(build(), folder)
-
-
-def test_a_sharded_checkpoint_of_another_placement_is_refused(tmp_path: Path) -> None:
-    folder = saved_shard(tmp_path)
-    placement = ExpertPlacement((7, 6, 5, 4, 3, 2, 1, 0), 2, E)
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1),
-        pytest.raises(ValueError, match=r"holds experts 0-3, slice 1 of 2, the model needs exp"),
-    ):
-        load_sharded(build(placement=placement), folder)
-
-
-def test_missing_files_and_ranks_are_named(tmp_path: Path) -> None:
-    folder = saved_shard(tmp_path)
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 3),
-        pytest.raises(FileNotFoundError, match="rank-00003-of-00004"),
-    ):
-        load_sharded(build(), folder)
-    with pytest.raises(ValueError, match="this process has no rank"):
-        load_sharded(build(), folder)
-    index = json.loads((folder / "sharded.json").read_text())
-    (folder / "sharded.json").write_text(json.dumps({**index, "format": 7}))
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1),
-        pytest.raises(ValueError, match="format=7 must be 1"),
-    ):
-        load_sharded(build(), folder)
+def test_a_sharded_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    with parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1):
+        save_sharded(build(), tmp_path)
+        index = json.loads((tmp_path / "sharded.json").read_text())
+        (tmp_path / "sharded.json").write_text(json.dumps({**index, "format": 7}))
+        with pytest.raises(ValueError, match="format=7 must be 1"):
+            load_sharded(build(), tmp_path)
 
 
 def save_all(folder: Path, config: ParallelConfig, value: float) -> None:
