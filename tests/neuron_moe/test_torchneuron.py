@@ -73,8 +73,11 @@ def test_operators_pass_torchs_own_check(
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("registers", [False, True], ids=["wrap_nki", "nki_op"])
+@pytest.mark.parametrize(
+    "registers",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["wrap_nki", "nki_op"],
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_static_back_end_gets_kernels_alone(
