@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -391,24 +392,22 @@ def change(path: Path, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_times_that_mean_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeVendor(monkeypatch, {})
+    path, other = tmp_path / "vendor.json", tmp_path / "other.json"
+    library = ["--library", str(tmp_path)]
+    run_command(path, *library, "--only", "vendor")
+    for name, message in (
         ("coefficients", "simulated with other coefficients"),
         ("case", "T=16 uniform: the earlier result is of another case"),
         ("library", "T=16 uniform: the earlier result is of another library"),
-    ],
-)
-def test_times_that_mean_something_else_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    FakeVendor(monkeypatch, {})
-    path = tmp_path / "vendor.json"
-    library = ["--library", str(tmp_path)]
-    run_command(path, *library, "--only", "vendor")
-    change(path, name)
-    with pytest.raises(ValueError, match=message):
-        run_command(tmp_path / "both.json", *library, "--vendor-from", str(path))
+    ):
+        shutil.copy(path, other)
+        change(other, name)
+        with pytest.raises(ValueError, match=message):
+            run_command(tmp_path / "both.json", *library, "--vendor-from", str(other))
 
 
 @pytest.mark.parametrize(
