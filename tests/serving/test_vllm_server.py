@@ -1,7 +1,6 @@
 """`neuron-moe serve` as a user runs it: tokens, bad requests, its end; `make test-vllm`."""
 
 import http.client
-import importlib.util
 import json
 import os
 import shutil
@@ -28,10 +27,7 @@ from tests.serving.conftest import MAX_TOKENS, Folders, asked
 from tests.serving.servers import END_S, HOST, OF_EACH_GROUP, ServeCommand, metrics, total
 from tests.serving.soak import soak
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = pytest.mark.vllm
 LONG_ANSWER = 3000  # tokens; takes much longer than a test
 TINY = checkpoint_folder(TINY_NAME)
 CHUNKED = ("--", "--max-num-batched-tokens=64")
