@@ -15,12 +15,13 @@ from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK,
 from neuron_moe.checkpoint import open_checkpoint
 from neuron_moe.checkpoint.load import unique_parameters
 from neuron_moe.models.loader import load_model
-from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
+from neuron_moe.models.sample_checkpoint import make_checkpoint
 from neuron_moe.parallel import CollectiveError, ParallelConfig, parallel_state
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.sharded import load
 from neuron_moe.sharded.load import load_sharded, save_sharded, shard_checkpoint
 from neuron_moe.sharded.sharding import shard_state_dict, sharding_of
+from tests.models.conftest import tiny_config
 
 E, H, I = 8, 16, 24  # noqa: E741  the axis letters of the project
 
@@ -96,22 +97,6 @@ def test_replicas_repeat_the_rows_of_their_expert() -> None:
     assert torch.equal(mine[name], whole[name][[4, 5, 6, 7, 0]])
 
 
-def tiny_checkpoint(directory: Path) -> Path:
-    config = {
-        **sample_config(),
-        "head_dim": 16,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_local_experts": 8,
-        "sliding_window": 8,
-        "vocab_size": 300,
-    }
-    return make_checkpoint(directory, config, expert_format="mxfp4", seed=1)
-
-
 CONFIGS = {
     "tp2 ep2": ParallelConfig(tp=2, ep=2),
     "ep4 all-to-all": ParallelConfig(ep=4, strategy="all_to_all"),
@@ -120,7 +105,7 @@ CONFIGS = {
 
 
 def test_a_model_over_4_ranks_gives_the_logits_of_one(run_ranks: Any, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path / "whole")
+    folder = make_checkpoint(tmp_path / "whole", tiny_config(), seed=1)
     tokens = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(2))
 
     def logits(model: Any) -> list[Tensor]:
@@ -155,7 +140,7 @@ def test_one_process_shards_for_all_ranks(tmp_path: Path) -> None:
     from neuron_moe.models import gpt_oss
     from neuron_moe.models.loader import read_config
 
-    folder = tiny_checkpoint(tmp_path / "whole")
+    folder = make_checkpoint(tmp_path / "whole", tiny_config(), seed=1)
     model_config = gpt_oss.Config.from_hf(read_config(folder))
     config = CONFIGS["hybrid"]
     written = shard_checkpoint(
