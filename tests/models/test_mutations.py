@@ -183,7 +183,7 @@ def test_some_changes_are_read_as_transformers_reads_them(folders: dict[str, Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", thinned(CONFIGS, 4, pytest.mark.slow))
+@pytest.mark.parametrize("name", thinned(CONFIGS, 8, pytest.mark.slow))
 def test_every_change_is_read_as_transformers_reads_it(name: str, folders: dict[str, Path]) -> None:
     outcome = _try(name, folders[name], list(_changes(_prepared(name, folders[name]))))
     print(f"{name}: {outcome.agreed} agree, {outcome.refused} refused")  # noqa: T201

@@ -92,7 +92,7 @@ def test_a_head_of_its_own_is_refused_where_the_embedding_is_the_head(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("base", thinned(BASES, 3, pytest.mark.slow))
+@pytest.mark.parametrize("base", thinned(BASES, 6, pytest.mark.slow))
 def test_every_change_is_read_as_transformers_reads_it(base: str, tmp_path: Path) -> None:
     refused, wrong = set(), []
     for change, values in configs(base):
