@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family but GPT-OSS, written by transformers."""
+"""Tiny random checkpoints of every family, written by transformers."""
 
 import contextlib
 import copy
@@ -81,6 +81,19 @@ class Family:
             if self.changes.get(key) is not LEFT_OUT
         }
 
+
+GPT_OSS = Family(
+    "gpt_oss",
+    {
+        "num_hidden_layers": 2,
+        "max_position_embeddings": LEFT_OUT,
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+)
 
 QWEN3: dict[str, Any] = {
     "intermediate_size": 96,

@@ -8,26 +8,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, GPT_OSS
 
-GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS} | {
+BASES: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS.config()} | {
     name: FAMILIES[name].config()
     for name in (
         *("qwen3_moe", "mixtral", "llama4-scout", "glm4_moe", "deepseek_v3", "minimax_m2"),

@@ -1,6 +1,8 @@
 """Gated DeltaNet: the chunked form, the step and the formula agree; padding leaves no trace."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from neuron_moe.models.delta_net import (
     recur_cached,
 )
 from neuron_moe.models.delta_rule import update, update_by_channel, update_in_chunks
+from neuron_moe.models.loader import load_model
+from tests.models.families import FAMILIES, write_checkpoint
 
 SIZES = DeltaNetSizes(
     hidden_size=12, num_key_heads=2, num_value_heads=4, key_size=5, value_size=3, conv_width=4
@@ -159,3 +163,14 @@ def test_sizes_that_cannot_be_are_refused(case: str) -> None:
     values = {name: getattr(SIZES, name) for name in DeltaNetSizes.__slots__}
     with pytest.raises(ValueError, match=message):
         sizes(**{**values, **changes})
+
+
+def test_decay_and_gated_norm_stay_in_float32(tmp_path: Path) -> None:
+    write_checkpoint(FAMILIES["qwen3_5_moe"].config(), tmp_path, seed=0)
+    model: Any = load_model(tmp_path, dtype=torch.bfloat16)
+    exact = {
+        name.split(".")[-1] for name, p in model.named_parameters() if p.dtype != torch.bfloat16
+    }
+    assert {"A_log", "norm_weight"} <= exact
+    states = model.new_cache(1, 8).states[0]
+    assert [state.dtype for state in states] == [torch.bfloat16, torch.float32]

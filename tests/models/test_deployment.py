@@ -6,7 +6,7 @@ import pytest
 
 from neuron_moe.configs import config_names
 from neuron_moe.configs.deployments import deployment_names, load_deployments
-from neuron_moe.models.deployment import Bucket, Deployment
+from neuron_moe.models.deployment import Deployment
 
 MACHINES = {"trn2_3xlarge": "trn2.3xlarge", "trn2_48xlarge": "trn2.48xlarge"}
 SHIPPED = [(file, model) for file in deployment_names() for model in load_deployments(file)]
@@ -92,11 +92,6 @@ def test_a_machine_and_a_model_must_be_known() -> None:
         Deployment.read(values, model="gpt_oss_20", machine="trn2.3xlarge")
     with pytest.raises(ValueError, match="deployments='trn2': not shipped"):
         load_deployments("trn2")
-
-
-def test_a_bucket_names_the_nearest_block_size() -> None:
-    with pytest.raises(ValueError, match=r"block_size=100: .*Use 128\."):
-        Bucket(tokens=512, block_size=100)
 
 
 def test_the_rest_of_a_model_is_cut_over_all_ranks_as_in_nxdi() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from neuron_moe.checkpoint import save_checkpoint, unique_parameters
 from neuron_moe.models.generation import GenerationOptions, generate, pad_left
 from neuron_moe.models.loader import find_model_file, load_model
-from tests.models.families import FAMILIES, names, reference_of, write_checkpoint
+from tests.models.families import FAMILIES, GPT_OSS, names, reference_of, write_checkpoint
 from tests.models.flat_form import assert_flat_form_agrees
 from tests.rows import thinned
 
@@ -20,6 +20,7 @@ PROMPT = torch.arange(40)[None] * 7 % 290  # five windows or chunks long
 SHORT = (torch.arange(240) * 7 % 290).view(20, 12)  # each longer than a window or chunk
 RAGGED = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
 NUM_TOKENS = 64
+ALL = {"gpt_oss": GPT_OSS, **FAMILIES}  # test_gpt_oss.py has more of it
 
 Checkpoints = Callable[[str], Path]
 
@@ -32,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     def make(name: str) -> Path:
         if name not in known:
             known[name] = tmp_path_factory.mktemp("family")
-            write_checkpoint(FAMILIES[name].config(), known[name], seed=len(name))
+            write_checkpoint(ALL[name].config(), known[name], seed=len(name))
         return known[name]
 
     return make
@@ -52,16 +53,19 @@ def typical_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float(per_token.median())
 
 
-def reference_tokens(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of transformers for a left-padded batch."""
+def reference_tokens(
+    reference: Any, prompts: list[list[int]], count: int = NUM_TOKENS
+) -> list[list[int]]:
+    """Greedy tokens of transformers for a left-padded batch, no stop token."""
     ids, real = pad_left(prompts, 0)
-    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
+    reference.generation_config.eos_token_id = None
+    options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     out = reference.generate(ids, attention_mask=real.long(), **options)
     tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
     return tokens
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ["gpt_oss", *names()])
 def test_logits_are_those_of_transformers(name: str, made: Checkpoints) -> None:
     folder = made(name)
     ours = load_model(folder, dtype=torch.float32)
@@ -81,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, made: Checkpoints) -
     assert result.token_ids == expected
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ["gpt_oss", *names()])
 def test_decode_continues_what_prefill_began(name: str, made: Checkpoints) -> None:
     model = load_model(made(name), dtype=torch.float32)
     with torch.inference_mode():
@@ -92,7 +96,7 @@ def test_decode_continues_what_prefill_began(name: str, made: Checkpoints) -> No
     assert relative_error(torch.cat(parts, dim=1), whole) < 5e-5  # a wrong cache: above 1e-2
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ["gpt_oss", *names()])
 def test_the_flat_form_is_the_padded_batch(name: str, made: Checkpoints) -> None:
     assert_flat_form_agrees(load_model(made(name), dtype=torch.float32), 300)
 

@@ -19,23 +19,13 @@ from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.loader import load_model
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
-from tests.models.families import FAMILIES, Family, names, write_checkpoint
+from tests.models.families import FAMILIES, GPT_OSS, names, write_checkpoint
 from tests.rows import thinned
 from tests.tolerances import BFLOAT16_FACTOR, rms_error
 
 NUM_STEPS = 8
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [100, 42, 17]]  # one longer than a window or chunk
 SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
-GPT_OSS = Family(
-    "gpt_oss",
-    {
-        "intermediate_size": 96,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-)
 ALL = {"gpt_oss": GPT_OSS, **FAMILIES}
 # What differs within a family is mostly attention, which is no kernel's.
 VARIANTS = {name for name in FAMILIES if "-" in name} - {"llama4-scout"}

@@ -13,6 +13,7 @@ from neuron_moe.models.generation import GenerationOptions, generate, pad_left
 from neuron_moe.models.gpt_oss import GptOssConfig, Model
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.rope import rope_tables
+from tests.models.test_families import PROMPT, RAGGED, reference_tokens, relative_error
 
 Checkpoints = Callable[..., Path]
 References = Callable[..., Any]
@@ -34,23 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one-key-head": {"num_key_value_heads": 1},
     "ungrouped": {"num_key_value_heads": 4},
 }
-PROMPT = torch.arange(40)[None] * 7 % 290  # five windows long
-RAGGED = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
-
-
-def reference_tokens(reference: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of transformers for a left-padded batch, no stop token."""
-    ids, real = pad_left(prompts, 0)
-    reference.generation_config.eos_token_id = None
-    out = reference.generate(
-        ids, attention_mask=real.long(), max_new_tokens=count, do_sample=False, pad_token_id=0
-    )
-    tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
-    return tokens
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -102,16 +86,6 @@ def test_left_padding_changes_nothing(checkpoint_of: Checkpoints) -> None:
             assert relative_error(together[row : row + 1, -len(prompt) :], alone) < 1e-5
 
 
-def test_decode_continues_what_prefill_began(checkpoint_of: Checkpoints) -> None:
-    model = load_model(checkpoint_of(), dtype=torch.float32)
-    with torch.inference_mode():
-        whole = model(PROMPT)
-        cache = model.new_cache(1, 40)
-        parts = [model(PROMPT[:, :13], cache=cache), model(PROMPT[:, 13:30], cache=cache)]
-        parts += [model(PROMPT[:, place : place + 1], cache=cache) for place in range(30, 40)]
-    assert relative_error(torch.cat(parts, dim=1), whole) < 1e-5
-
-
 def test_last_only_is_the_last_row(checkpoint_of: Checkpoints) -> None:
     model = load_model(checkpoint_of(), dtype=torch.float32)
     with torch.inference_mode():
@@ -148,6 +122,12 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(
 def test_an_unknown_backend_is_refused(config_of: Callable[..., dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="backend='gpu'"):
         Model(GptOssConfig.from_hf(config_of()), backend="gpu")
+
+
+def test_an_unknown_phase_is_refused(checkpoint_of: Callable[..., Path]) -> None:
+    model = load_model(checkpoint_of())
+    with pytest.raises(ValueError, match="phase='decod'"):
+        model.forward_tokens(torch.tensor([1]), torch.tensor([0]), phase="decod")
 
 
 def layer_inputs(config: GptOssConfig, num_new: int, num_positions: int) -> tuple[Any, ...]:

@@ -93,15 +93,10 @@ def test_bad_prompts_are_refused_at_once(model: LanguageModel) -> None:
         model.generate([], max_new_tokens=2)
     with pytest.raises(ValueError, match=r"prompt=1\.5: must be a text, a list of token ids"):
         model.generate([1.5])  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="max_tokens"):
+    with pytest.raises(TypeError, match=r"max_tokens.*Did you mean 'max_new_tokens'"):
         model.generate([1], max_tokens=2)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="has no chat template"):
         model.chat("Hello")
-
-
-def test_an_unknown_choice_is_answered_with_the_nearest(model: LanguageModel) -> None:
-    with pytest.raises(TypeError, match="Did you mean 'max_new_tokens'"):
-        model.generate("abc", max_tokens=4)  # type: ignore[call-overload]
 
 
 def test_explain_says_what_the_command_says(

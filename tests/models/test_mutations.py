@@ -16,13 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from neuron_moe.models.loader import load_model
-from tests.models.families import FAMILIES, write_checkpoint
-from tests.models.odd_configs import GPT_OSS
+from tests.models.families import FAMILIES, GPT_OSS, write_checkpoint
 from tests.rows import thinned
 
 IDS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 ABSENT = object()
-CONFIGS = {"gpt_oss": GPT_OSS} | {
+CONFIGS = {"gpt_oss": GPT_OSS.config()} | {
     name: family.config()
     for name, family in FAMILIES.items()
     if name.split("-")[-1] != "alternating"
@@ -184,7 +183,7 @@ def test_some_changes_are_read_as_transformers_reads_them(folders: dict[str, Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", thinned(CONFIGS, 4, pytest.mark.slow))
+@pytest.mark.parametrize("name", thinned(CONFIGS, 8, pytest.mark.slow))
 def test_every_change_is_read_as_transformers_reads_it(name: str, folders: dict[str, Path]) -> None:
     outcome = _try(name, folders[name], list(_changes(_prepared(name, folders[name]))))
     print(f"{name}: {outcome.agreed} agree, {outcome.refused} refused")  # noqa: T201

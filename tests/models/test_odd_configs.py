@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import load_model
@@ -80,24 +79,6 @@ def test_a_dynamic_embedding_goes_beyond_the_context_as_transformers_does(tmp_pa
         generate(ours, [[1] * 48], GenerationOptions(max_new_tokens=1))
 
 
-def test_a_model_with_a_vision_tower_may_tie_its_embeddings(tmp_path: Path) -> None:
-    text = BASES["qwen3_5_moe"] | {"tie_word_embeddings": True}
-    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
-    tower |= {"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}
-    ids = {"image_token_id": 290, "video_token_id": 291}
-    config = transformers.AutoConfig.for_model(
-        "qwen3_5_moe", text_config=text, vision_config=tower, tie_word_embeddings=True, **ids
-    )
-    torch.manual_seed(0)
-    reference = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
-    reference.save_pretrained(tmp_path)
-    tokens = torch.arange(3, 23)[None]
-    with torch.no_grad():
-        theirs = reference(input_ids=tokens).logits
-        ours = load_model(tmp_path, dtype=torch.float32)(tokens)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-
-
 @pytest.mark.parametrize("base", ["qwen3_moe", "deepseek_v4"])
 def test_a_head_of_its_own_is_refused_where_the_embedding_is_the_head(
     base: str, tmp_path: Path
@@ -111,7 +92,7 @@ def test_a_head_of_its_own_is_refused_where_the_embedding_is_the_head(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("base", thinned(BASES, 3, pytest.mark.slow))
+@pytest.mark.parametrize("base", thinned(BASES, 6, pytest.mark.slow))
 def test_every_change_is_read_as_transformers_reads_it(base: str, tmp_path: Path) -> None:
     refused, wrong = set(), []
     for change, values in configs(base):

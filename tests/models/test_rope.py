@@ -1,6 +1,7 @@
 """Rotary frequencies and rotation against transformers, bit for bit."""
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_frequencies, rope_tables
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-VARIANTS = {
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+VARIANTS: dict[str, dict[str, Any]] = {
     "published": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "truncated": {**YARN, "truncate": True},
     "truncate-left-out": YARN,
@@ -22,29 +24,9 @@ VARIANTS = {
     "given-attention-factor": {**YARN, "attention_factor": 0.75},
     "mscales": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7},
     "factor-one": {**YARN, "factor": 1.0},
-}
-
-
-def read(config: dict[str, object]) -> RopeConfig:
-    return RopeConfig.from_hf(ConfigReader(config, "config.json"))
-
-
-@pytest.mark.parametrize("head_dim", [16, 64])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_yarn_frequencies_are_those_of_transformers(variant: str, head_dim: int) -> None:
-    values = {"rope_scaling": VARIANTS[variant], "rope_theta": 150000.0}
-    reference = ReferenceConfig.from_dict({**deepcopy(values), "head_dim": head_dim})
-    expected, expected_scale = ROPE_INIT_FUNCTIONS["yarn"](reference, torch.device("cpu"))
-    frequencies, scale = rope_frequencies(read(values), head_dim)
-    assert torch.equal(frequencies, expected)
-    assert scale == expected_scale
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
-LLAMA3_VARIANTS = {
     "llama-3.1": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "scout": {**LLAMA3, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
-    "short-context": {
+    "llama-short-context": {
         **LLAMA3,
         "original_max_position_embeddings": 16,
         "low_freq_factor": 0.5,
@@ -53,14 +35,21 @@ LLAMA3_VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [16, 128])
-@pytest.mark.parametrize("variant", LLAMA3_VARIANTS)
-def test_llama3_frequencies_are_those_of_transformers(variant: str, head_dim: int) -> None:
-    values = {"rope_scaling": LLAMA3_VARIANTS[variant], "rope_theta": 500000.0}
+def read(config: dict[str, object]) -> RopeConfig:
+    return RopeConfig.from_hf(ConfigReader(config, "config.json"))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [150000.0, 500000.0])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scaled_frequencies_are_those_of_transformers(
+    variant: str, theta: float, head_dim: int
+) -> None:
+    values = {"rope_scaling": VARIANTS[variant], "rope_theta": theta}
     reference = ReferenceConfig.from_dict({**deepcopy(values), "head_dim": head_dim})
-    expected, expected_scale = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
-    config = RopeConfig.from_hf(ConfigReader(values, "config.json"))
-    frequencies, scale = rope_frequencies(config, head_dim)
+    compute = ROPE_INIT_FUNCTIONS[VARIANTS[variant]["rope_type"]]
+    expected, expected_scale = compute(reference, torch.device("cpu"))
+    frequencies, scale = rope_frequencies(read(values), head_dim)
     assert torch.equal(frequencies, expected)
     assert scale == expected_scale
 

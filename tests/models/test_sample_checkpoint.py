@@ -11,47 +11,17 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from neuron_moe.models.sample_checkpoint import make_checkpoint, make_tokenizer, sample_config
+from tests.models import published
 
 ConfigOf = Callable[..., dict[str, Any]]
-# Names and shapes of openai/gpt-oss-20b with H, I, E, Q and J of the tiny configuration put in.
-PUBLISHED_LAYER = {
-    "input_layernorm.weight": (64,),
-    "post_attention_layernorm.weight": (64,),
-    "self_attn.q_proj.weight": (64, 64),
-    "self_attn.q_proj.bias": (64,),
-    "self_attn.k_proj.weight": (32, 64),
-    "self_attn.k_proj.bias": (32,),
-    "self_attn.v_proj.weight": (32, 64),
-    "self_attn.v_proj.bias": (32,),
-    "self_attn.o_proj.weight": (64, 64),
-    "self_attn.o_proj.bias": (64,),
-    "self_attn.sinks": (4,),
-    "mlp.router.weight": (8, 64),
-    "mlp.router.bias": (8,),
-    "mlp.experts.gate_up_proj_blocks": (8, 192, 2, 16),
-    "mlp.experts.gate_up_proj_scales": (8, 192, 2),
-    "mlp.experts.gate_up_proj_bias": (8, 192),
-    "mlp.experts.down_proj_blocks": (8, 64, 3, 16),
-    "mlp.experts.down_proj_scales": (8, 64, 3),
-    "mlp.experts.down_proj_bias": (8, 64),
-}
 
 
 def test_tensors_have_the_published_names_shapes_and_types(
     config_of: ConfigOf, tmp_path: Path
 ) -> None:
     tensors = load_file(make_checkpoint(tmp_path, config_of()) / "model.safetensors")
-    expected = {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(2)
-        for name, shape in PUBLISHED_LAYER.items()
-    }
-    expected |= {
-        "model.embed_tokens.weight": (300, 64),
-        "model.norm.weight": (64,),
-        "lm_head.weight": (300, 64),
-    }
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == dict(published.gpt_oss(config_of()))
     for name, tensor in tensors.items():
         packed = name.endswith(("_blocks", "_scales"))
         assert tensor.dtype == (torch.uint8 if packed else torch.bfloat16)

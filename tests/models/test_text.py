@@ -24,14 +24,6 @@ def test_tokens_are_those_of_transformers(text: str, checkpoint_of: Callable[...
     assert TextCodec(folder).decode(ids) == text
 
 
-def test_streamed_pieces_join_to_the_text(checkpoint_of: Callable[..., Path]) -> None:
-    codec = TextCodec(checkpoint_of())
-    stream = TextStream(codec)
-    pieces = [stream.push(token) for token in codec.encode("naïve 東京 🚀")]
-    assert "".join(pieces) + stream.finish() == "naïve 東京 🚀"
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-
-
 TEXT = "naïve café — 東京 🚀 \N{REPLACEMENT CHARACTER} the router,  reads\n\tit."
 
 

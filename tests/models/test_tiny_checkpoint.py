@@ -16,6 +16,7 @@ from neuron_moe.models.routing_trace import RoutingTrace, record_routing
 from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.models.text import TextCodec
 from neuron_moe.quantize import E5M2, mxfp4_exponent_spread
+from tests.rows import thinned
 
 FOLDER = Path(neuron_moe.models.__file__).parent / "tiny_gpt_oss"
 DOMAINS = ("scripture", "novel", "dictionary", "manual", "code")
@@ -89,7 +90,7 @@ def test_transformers_computes_the_same_logits(model, reference):
         assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", thinned(DOMAINS, 3, pytest.mark.slow))
 def test_transformers_generates_the_language_of_each_domain(reference, domain):
     from transformers import AutoTokenizer
 

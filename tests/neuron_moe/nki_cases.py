@@ -26,6 +26,7 @@ from neuron_moe.plan import Forms, LayerParts, Plan, Step
 from neuron_moe.router import Router, Routing
 from neuron_moe.spec import ExpertSpec, Tuning
 from neuron_moe.weights import ExpertWeights
+from tests.tolerances import rms_error
 
 GPT_OSS: dict[str, Any] = {
     "hidden_act": "sigmoid",
@@ -103,6 +104,44 @@ def build(
     return layer
 
 
+def three_outputs(
+    mlp: dict[str, Any],
+    hidden: Tensor,
+    tuning: dict[str, Any],
+    top_k: int = 2,
+    *,
+    built: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what nki, torch, and torch in float32 make of the same tokens and weights.
+
+    Args:
+        mlp: as in `build`.
+        hidden: tokens in bfloat16.
+        tuning: of nki.
+        top_k: K.
+        built: further arguments of `build`.
+        options: of the call.
+    """
+    with torch.no_grad():
+        nki, bf16, exact = (
+            build(backend, mlp, tuning if backend == "nki" else {}, dtype, top_k, **(built or {}))(
+                hidden.to(dtype), **options
+            ).output.float()
+            for backend, dtype in (
+                ("nki", torch.bfloat16),
+                ("torch", torch.bfloat16),
+                ("torch", torch.float32),
+            )
+        )
+    return nki, bf16, exact
+
+
+def assert_as_right(nki: Tensor, bf16: Tensor, exact: Tensor) -> None:
+    """Check that nki is no further from float32 than torch in bfloat16, but for a twentieth."""
+    assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
+
+
 def plan_of(
     backend: Backend,
     weights: ExpertWeights,
@@ -135,8 +174,6 @@ def plan_of(
 
 def route(router: Router, hidden_TH: Tensor) -> Routing:
     """Route through the kernel."""
-    if not hidden_TH.shape[0]:
-        return router(hidden_TH)
     launch = router_launch(router, Forms(), hidden_TH.shape[0], hidden_TH.dtype, 2)
     affinities_TK, index_TK, logits_TE = run(launch, hidden=hidden_TH)
     return Routing(logits_TE, affinities_TK, different_choices(index_TK))

@@ -78,9 +78,7 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["'router_act'", "Did you mean 'router_act_fn'"],
     ),
     "block size zero": (lambda: blockwise(block_size=0), ["block_size=0", "positive int"]),
-    "block size negative": (lambda: blockwise(block_size=-4), ["block_size=-4", "positive int"]),
     "block size a float": (lambda: blockwise(block_size=128.0), ["block_size=128.0", "int"]),
-    "block size a string": (lambda: blockwise(block_size="256"), ["block_size='256'", "int"]),
     "block size a bool": (lambda: blockwise(block_size=True), ["block_size=True", "int"]),
     "two dynamic whiles": (
         lambda: blockwise(
@@ -251,15 +249,10 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: RouterTopK(8, 2, 16, routed_scaling_factor=float("nan")),
         ["routed_scaling_factor=nan", "finite number"],
     ),
-    "jitter above one": (
-        lambda: RouterTopK(8, 2, 16, jitter_eps=1.5),
-        ["jitter_eps=1.5", "below 1"],
-    ),
     "more groups chosen than one": (
         lambda: GroupLimitedRouter(8, 2, 16, n_group=1, topk_group=3),
         ["topk_group=3", "n_group=1"],
     ),
-    "size NaN": (lambda: config(hidden_size=float("nan")), ["hidden_size=nan", "positive int"]),
     "spmd flag a string": (
         lambda: config(enable_spmd_rank="yes"),
         ["enable_spmd_rank='yes'", "True or False"],
@@ -341,13 +334,6 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: load("expert_mlps.mlp_op.down_proj.weight", torch.zeros(8, 12, 16).byte()),
         ["expert_mlps.mlp_op.down_proj.weight", "torch.uint8", "Decode"],
     ),
-    "expert weights as fp8 codes": (
-        lambda: load(
-            "expert_mlps.mlp_op.down_proj.weight",
-            torch.zeros(8, 12, 16).to(torch.float8_e4m3fn),
-        ),
-        ["torch.float8_e4m3fn", "Decode"],
-    ),
     "assigned weight of the wrong shape": (
         lambda: run_with_gate_up(torch.zeros(8, 24, 16)),
         ["gate_up_proj.weight", "[8, 24, 16]", "[8, 16, 24]"],
@@ -380,15 +366,6 @@ def test_weights_of_the_wrong_shape_stay_a_runtime_error_as_in_torch() -> None:
 def test_return_bias_is_refused_as_in_nxd() -> None:
     with pytest.raises(NotImplementedError, match="return_bias=True"):
         ExpertMLPsV2(config(), return_bias=True)
-
-
-def test_defaults_are_nxds() -> None:
-    default = BlockwiseMatmulConfig.default()
-    assert default == BlockwiseMatmulConfig.from_kwargs()
-    assert (default.block_size, default.logical_nc_config) == (512, 2)
-    assert (default.skip_dma_token, default.skip_dma_weight) == (False, False)
-    assert config(hidden_act="swiglu").glu_type.value == "swiglu"
-    assert config(hidden_act="swiglu").hidden_act == "sigmoid"
 
 
 def test_a_graph_that_is_captured_looks_at_no_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,12 +87,6 @@ def test_blocks_follow_experts_and_tokens_keep_their_order(
         assert real == sorted(real)
 
 
-def _formula(tokens: int, top_k: int, experts: int, block_size: int) -> int:
-    pairs = tokens * min(top_k, experts)
-    blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
-    return min(blocks, pairs)
-
-
 def _most_blocks(tokens: int, top_k: int, experts: int, block_size: int) -> int:
     """Search all loads an expert-distinct routing can produce."""
     pairs = tokens * top_k
@@ -110,7 +104,6 @@ def test_block_count_is_the_exact_worst_case(experts: int) -> None:
         count = num_blocks(tokens, top_k, experts, block_size)
         case = f"T={tokens} K={top_k} E={experts} B={block_size}"
         assert count == _most_blocks(tokens, top_k, experts, block_size), case
-        assert count <= _formula(tokens, top_k, experts, block_size), case
 
 
 def test_more_choices_than_local_experts_do_not_add_blocks() -> None:
@@ -123,14 +116,9 @@ def test_more_choices_than_local_experts_do_not_add_blocks() -> None:
 def test_even_padding_credits_the_last_expert() -> None:
     index_TK = torch.tensor([[0], [0], [1]])
     mapping = build_block_mapping(index_TK, 2, 1, pad_to_even=True)
+    assert len(build_block_mapping(index_TK, 2, 1).block_to_expert) == 3
     assert mapping.block_to_expert.tolist() == [0, 0, 1, 1]
     assert mapping.token_position_to_id.tolist() == [0, 1, 2, -1]
-
-
-def test_an_expert_without_tokens_gets_no_block() -> None:
-    mapping = build_block_mapping(torch.tensor([[2], [0], [2]]), 4, 2)
-    assert mapping.block_to_expert.tolist()[: mapping.num_valid_blocks.item()] == [0, 2]
-    assert mapping.tokens_per_expert_E.tolist() == [1, 0, 2, 0]
 
 
 def test_sort_is_stable() -> None:
@@ -192,15 +180,6 @@ def test_actual_overhead_scales_a_longer_record_to_the_tokens_at_hand() -> None:
     long = padding_overhead(100, 2, 4, 32, tokens_per_expert=[8000, 6000, 4000, 2000])
     assert short == long
     assert long.actual <= long.worst
-
-
-def test_blocks_are_padded_to_an_even_number_if_asked() -> None:
-    index_TK = torch.tensor([[0], [1], [2]])
-    numbers = [
-        len(build_block_mapping(index_TK, 3, 1, **more).block_to_expert)
-        for more in ({}, {"pad_to_even": False}, {"pad_to_even": True})
-    ]
-    assert numbers == [3, 3, 4]
 
 
 def test_without_tokens_there_are_as_many_blocks_as_are_asked_for() -> None:

@@ -1,21 +1,17 @@
 """torch.compile and strict export of layers on the kernels: one graph a step, the bits of eager."""
 
 import inspect
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from neuron_moe import MoE
-from neuron_moe.backends.nki import launch, operators
-from neuron_moe.plan import Step
+from neuron_moe.backends.nki import operators
 from nki_kernels.combine import combine
-from tests.neuron_moe import nki_hop
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, H, build
 
 SHARED = {"intermediate_size": 48, "num_shared_experts": 1, "hidden_act": "silu"}
@@ -152,27 +148,6 @@ def test_strict_export_gives_the_graph_too(name: str, step: str) -> None:
     _prepare(layer, step)
     program = torch.export.export(layer, (_tokens(step),), strict=True)
     _assert_same(program.module()(_tokens(step)), wanted)
-
-
-def _targets(graph: torch.fx.GraphModule, _inputs: Any, seen: list[str]) -> Any:
-    seen += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    return graph.forward
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", ["gpt-oss", "separate-shared"])
-def test_a_compiler_for_neuron_gets_kernels_in_its_own_operator(
-    name: str, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, seen = _layer(name), list[str]()
-    wanted = layer(_tokens(step))
-    monkeypatch.setattr(launch, "_LOWERED", operators.lowered(nki_hop.wrap_nki))
-    backend = aot_autograd(fw_compiler=partial(_targets, seen=seen))
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
-    _assert_same(compiled(_tokens(step)), wanted)
-    plan = layer.plan(Step("decode" if step == "decode" else "prefill", STEPS[step]))
-    assert seen.count("nki_kernel_wrapper") == len(plan.launches())
-    assert not [each for each in seen if each.startswith("neuron_moe")]
 
 
 def test_a_kernel_of_text_is_the_kernel() -> None:

@@ -1,6 +1,7 @@
 """Expert products by a C++ function: the same numbers, or none where it cannot be."""
 
 import hashlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,17 @@ def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         remembered.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the library, compiled once for the tests that spoil a copy."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        compiled_products._library.cache_clear()
+        compiled_products._library()
+    return folder / "neuron-moe"
+
+
 @needs_compiler
 def test_it_is_compiled_once_for_a_machine(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled_products.why_not() == ""
@@ -141,16 +153,14 @@ def test_it_is_compiled_once_for_a_machine(anew: Path, monkeypatch: pytest.Monke
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["cut", "empty", "no digest"])
-def test_a_damaged_library_is_built_again(anew: Path, damage: str) -> None:
-    compiled_products._library()
+@pytest.mark.parametrize("damage", ["cut", "no digest"])
+def test_a_damaged_library_is_built_again(anew: Path, compiled: Path, damage: str) -> None:
+    shutil.copytree(compiled, anew)
     (library,), (digest,) = anew.glob("*.so"), anew.glob("*.sha256")
-    whole = library.read_bytes()
     if damage == "no digest":
         digest.unlink()
     else:
-        library.unlink()  # this process has the file itself loaded
-        library.write_bytes(whole[: len(whole) // 2 if damage == "cut" else 0])
+        library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
     compiled_products._library.cache_clear()
     compiled_products._library()
     assert digest.read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
@@ -158,8 +168,10 @@ def test_a_damaged_library_is_built_again(anew: Path, damage: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("which", ["file", "folder"])
-def test_a_library_that_others_may_write_to_is_not_loaded(anew: Path, which: str) -> None:
-    compiled_products._library()
+def test_a_library_that_others_may_write_to_is_not_loaded(
+    anew: Path, compiled: Path, which: str
+) -> None:
+    shutil.copytree(compiled, anew)
     (library,) = anew.glob("*.so")
     (library if which == "file" else anew).chmod(0o777)
     compiled_products._library.cache_clear()

@@ -91,18 +91,8 @@ def test_the_interpreter_refuses_bfloat16(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.long
 def test_the_command_runs_a_model_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "generate",
-        "--model",
-        "tiny_gpt_oss",
-        "--dtype",
-        "float32",
-        "--prompt",
-        "def main",
-        "--max-new-tokens",
-        "1",
-        "--json",
-    ]
+    words = ["generate", "--model", "tiny_gpt_oss", "--dtype", "float32", "--json"]
+    words += ["--max-new-tokens", "1", "--prompt", "def main"]
     printed = []
     for backend in ("cuda", "torch"):
         assert cli.main([*words, "--backend", backend]) == 0

@@ -115,6 +115,16 @@ def test_codes_in_every_formula(
     assert apart(found, expected) < 1e-5
 
 
+def check_in_bfloat16(form: str, tokens: int, **rest: Any) -> None:
+    """Check that cuda gives the same bits twice, as near to float32 as torch in bfloat16."""
+    exact = compute(build("torch", form, **rest), tokens)
+    theirs = compute(build("torch", form, torch.bfloat16, **rest), tokens)
+    experts = build("cuda", form, torch.bfloat16, **rest)
+    mine = compute(experts, tokens)
+    assert torch.equal(mine, compute(experts, tokens))
+    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize(
     ("case", "tokens"),
@@ -124,13 +134,7 @@ def test_codes_in_every_formula(
 def test_codes_in_bfloat16_are_as_near_to_float32_as_torch_is(
     form: str, case: str, tokens: int
 ) -> None:
-    rest: dict[str, Any] = {"sizes": (320, 192), **CASES[case]}
-    exact = compute(build("torch", form, **rest), tokens)
-    theirs = compute(build("torch", form, torch.bfloat16, **rest), tokens)
-    experts = build("cuda", form, torch.bfloat16, **rest)
-    mine, again = compute(experts, tokens), compute(experts, tokens)
-    assert torch.equal(mine, again)
-    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+    check_in_bfloat16(form, tokens, sizes=(320, 192), **CASES[case])
 
 
 @NEEDS_GPU
@@ -141,21 +145,13 @@ def test_sorted_rows_are_multiplied_in_registers_in_bfloat16(
 ) -> None:
     monkeypatch.setattr(launch, "MOST_PAIRS_UNSORTED", 0)
     monkeypatch.setattr(hopper_launch, "fits", lambda *_: False)
-    sizes = (320, 192)
-    exact = compute(build("torch", form, sizes=sizes), tokens)
-    theirs = compute(build("torch", form, torch.bfloat16, sizes), tokens)
-    mine = compute(build("cuda", form, torch.bfloat16, sizes), tokens)
-    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+    check_in_bfloat16(form, tokens, sizes=(320, 192))
 
 
 @NEEDS_GPU
 @pytest.mark.parametrize("tokens", [3, 400])
 def test_fp8_of_sizes_that_fill_no_tile(tokens: int) -> None:
-    sizes = (100, 36)
-    exact = compute(build("torch", "float8_e4m3", sizes=sizes), tokens)
-    theirs = compute(build("torch", "float8_e4m3", torch.bfloat16, sizes), tokens)
-    mine = compute(build("cuda", "float8_e4m3", torch.bfloat16, sizes), tokens)
-    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+    check_in_bfloat16("float8_e4m3", tokens, sizes=(100, 36))
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from tests.neuron_moe.nki_cases import (
     SILU,
     E,
     H,
+    assert_as_right,
     build,
     plan_of,
+    three_outputs,
     watch_launches,
 )
-from tests.tolerances import rms_error
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "gpt-oss": (GPT_OSS, 4),
@@ -36,43 +37,28 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def errors(
-    mlp: dict[str, Any], top_k: int, batch: int, window: int = 1, **options: Any
-) -> tuple[Tensor, float, float]:
-    """Return the nki output of a step, its error, and that of the torch backend."""
-    hidden = torch.randn(batch, window, H).bfloat16()
-    with torch.no_grad():
-        nki, bf16, exact = (
-            build(backend, mlp, {}, dtype, top_k, **SEPARATE)(
-                hidden.to(dtype), **options
-            ).output.float()
-            for backend, dtype in (
-                ("nki", torch.bfloat16),
-                ("torch", torch.bfloat16),
-                ("torch", torch.float32),
-            )
-        )
-    return nki, rms_error(nki, exact), rms_error(bf16, exact)
+def step_of(mlp: dict[str, Any], top_k: int, *shape: int, **options: Any) -> tuple[Tensor, ...]:
+    """Return the outputs of a decode step of separate kernels: nki, torch, torch in float32."""
+    hidden = torch.randn(*shape, H).bfloat16()
+    return three_outputs(mlp, hidden, {}, top_k, built=SEPARATE, **options)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 16, 130, 256])
 @pytest.mark.parametrize("name", CASES)
 def test_decode_is_as_right_as_torch(name: str, batch: int) -> None:
-    _, ours, theirs = errors(*CASES[name], batch)
-    assert ours <= 1.05 * theirs
+    assert_as_right(*step_of(*CASES[name], batch, 1))
 
 
 @pytest.mark.parametrize("window", [2, 5])
 def test_speculation_windows_are_as_right_as_torch(window: int) -> None:
-    _, ours, theirs = errors(GPT_OSS, 4, 3, window, is_speculative_decoding=True)
-    assert ours <= 1.05 * theirs
+    assert_as_right(*step_of(GPT_OSS, 4, 3, window, is_speculative_decoding=True))
 
 
 def test_padding_tokens_get_zero() -> None:
     mask = (torch.arange(6) % 3 != 0)[:, None]
-    nki, ours, theirs = errors(GPT_OSS, 2, 6, padding_mask=mask)
+    nki, bf16, exact = step_of(GPT_OSS, 2, 6, 1, padding_mask=mask)
     assert (nki[~mask] == 0).all()
-    assert ours <= 1.05 * theirs
+    assert_as_right(nki, bf16, exact)
 
 
 @pytest.mark.parametrize("options", [SEPARATE, {}], ids=["separate", "fused"])
@@ -204,8 +190,7 @@ def test_steps_too_long_for_the_decode_kernel_go_through_blocks() -> None:
     assert (decision.path, decision.kernel) == ("blockwise", "nki.blockwise_moe")
     assert "T=257 > 256, the most of decode_moe" in decision.reasons[0]
     assert choose_path("decode", 256, 4, 128, backend="nki").kernel == "nki.decode_moe"
-    _, ours, theirs = errors(GPT_OSS, 2, 260)
-    assert ours <= 1.05 * theirs
+    assert_as_right(*step_of(GPT_OSS, 2, 260, 1))
 
 
 IN_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
@@ -224,8 +209,7 @@ def test_formulas_that_only_the_prefill_kernel_has_go_through_blocks(case: str, 
     shown = build("nki", mlp, {}, torch.bfloat16).explain("decode", batch)
     assert (shown.decision.path, shown.decision.kernel) == ("blockwise", "nki.prefill_layer")
     assert reason in shown.decision.reasons[0]
-    _, ours, theirs = errors(mlp, 2, batch)
-    assert ours <= 1.05 * theirs
+    assert_as_right(*step_of(mlp, 2, batch, 1))
 
 
 def test_one_launch_that_was_asked_for_names_the_formula_it_lacks() -> None:

@@ -9,6 +9,7 @@ from neuron_moe import MoE
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
 from neuron_moe.weights.laid_out import LaidOut, from_numpy, to_numpy
 from nki_kernels.decode import decode_moe_ref
+from tests.neuron_moe.nki_cases import assert_as_right
 from tests.neuron_moe.test_narrow_weights import E, H, build, compute, mxfp4_state, notes
 from tests.neuron_moe.test_nki_fused import layers
 from tests.tolerances import rms_error
@@ -81,28 +82,24 @@ def test_the_output_is_that_of_the_formula_with_quantised_activations() -> None:
     assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
-def test_other_weights_stay_what_they_are() -> None:
+@pytest.mark.parametrize(
+    ("target", "factor", "layout"),
+    [("trn3", 1.01, "laid out for decode"), ("trn2", 1.0, "plain layout")],
+    ids=["other weights", "a trn2 beside the copy"],
+)
+def test_what_is_not_multiplied_as_words_is_as_right_as_torch(
+    target: str, factor: float, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = mxfp4_state()
-    state["mlp_op.down_proj.weight"] *= 1.01
+    state["mlp_op.down_proj.weight"] *= factor
     nki, bf16, exact = build(), build("torch"), build("torch", torch.float32)
     for experts in (nki, bf16, exact):
         experts.load_state_dict(state)
     nki.pack_weights(for_decode=True)
-    assert plan_note(notes(nki, "decode")).endswith("laid out for decode")
-    wanted = compute(exact, 1)
-    assert rms_error(compute(nki, 1), wanted) <= 1.05 * rms_error(compute(bf16, 1), wanted)
-
-
-def test_a_trn2_does_not_take_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = mxfp4_state()
-    nki, bf16, exact = build(), build("torch"), build("torch", torch.float32)
-    for experts in (nki, bf16, exact):
-        experts.load_state_dict(state)
-    nki.pack_weights(for_decode=True)
-    monkeypatch.delenv(TARGET)
-    assert plan_note(notes(nki, "decode")).endswith("plain layout")
-    wanted = compute(exact, 1)
-    assert rms_error(compute(nki, 1), wanted) <= 1.05 * rms_error(compute(bf16, 1), wanted)
+    if target == "trn2":
+        monkeypatch.delenv(TARGET)
+    assert plan_note(notes(nki, "decode")).endswith(layout)
+    assert_as_right(*(compute(experts, 1) for experts in (nki, bf16, exact)))
 
 
 def as_mxfp4(weight_Ekn: Tensor) -> Tensor:

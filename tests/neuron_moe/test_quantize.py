@@ -186,11 +186,6 @@ MXFP4_REFUSALS = {
         ValueError,
         r"weight \[2, 33\]: the last axis must be a multiple of 32.*Pad it",
     ),
-    "integers": (
-        lambda: encode_mxfp4(torch.zeros(2, 32, dtype=torch.int32)),
-        TypeError,
-        r"weight\.dtype=torch\.int32: must be float32, bfloat16 or float16.*Convert",
-    ),
     "nan": (
         lambda: encode_mxfp4(torch.full((32,), float("nan"))),
         ValueError,
@@ -422,7 +417,7 @@ def test_fp8_refuses(case):
 @pytest.mark.parametrize("convert", [quantize_fp8, encode_mxfp4, round_to_bf16])
 def test_weights_that_are_no_floats_are_refused(convert):
     for weight in (torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 32, dtype=torch.float64)):
-        with pytest.raises(TypeError, match=f"weight.dtype={weight.dtype}"):
+        with pytest.raises(TypeError, match=f"weight.dtype={weight.dtype}: .*Convert"):
             convert(weight)
 
 
@@ -441,8 +436,6 @@ def test_blocks_may_have_more_rows_than_columns():
     quantized = quantize_fp8(weight, scheme="blockwise_symmetric", block_shape=(128, 64))
     assert quantized.scale.shape == (2, 2)
     torch.testing.assert_close(dequantize_fp8(quantized, torch.float32), weight, rtol=0.1, atol=0)
-    with pytest.raises(ValueError, match=r"must be \[2, 2\]"):
-        QuantizedWeight(quantized.codes, torch.ones(2, 1), (128, 64))
 
 
 # MXFP4 to fp8
@@ -484,23 +477,19 @@ def test_recoding_mxfp4_to_e5m2_keeps_every_bit(seed, lowest, spread, scope):
     assert (magnitudes[magnitudes > 0] >= 2.0**E5M2.min_exponent).all()
 
 
-@pytest.mark.parametrize("scale_of_zeros", [0, 3, 4, 130, 254])
-def test_the_scale_of_a_group_of_zeros_does_not_matter(scale_of_zeros):
-    blocks, scales = random_mxfp4(1, 2, 3, lowest=131, highest=131)
+@pytest.mark.parametrize(
+    ("exponent", "scale_of_zeros"),
+    [(131, 0), (131, 3), (131, 4), (131, 130), (131, 254), (20, 254)],
+)
+def test_the_scale_of_a_group_of_zeros_does_not_matter(exponent, scale_of_zeros):
+    blocks, scales = random_mxfp4(1, 2, 3, lowest=exponent, highest=exponent)
     blocks[0, :, 1] = 0
     scales[0, :, 1] = scale_of_zeros
     recoded = recode_mxfp4_to_fp8(blocks, scales)
     expected = decode_mxfp4(blocks, scales, torch.float32)
     assert torch.equal(dequantize_fp8(recoded, torch.float32), expected)
-    assert (recoded.scale == 16).all()
-
-
-def test_a_group_of_zeros_far_above_the_others_is_not_nan():
-    blocks, scales = random_mxfp4(1, 2, 3, lowest=20, highest=20)
-    blocks[0, :, 1] = 0
-    scales[0, :, 1] = 254
-    decoded = dequantize_fp8(recode_mxfp4_to_fp8(blocks, scales), torch.float32)
-    assert torch.equal(decoded, decode_mxfp4(blocks, scales, torch.float32))
+    if exponent == 131:
+        assert (recoded.scale == 16).all()
 
 
 def test_channels_beyond_one_slab_keep_their_own_scales():

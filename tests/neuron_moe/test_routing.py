@@ -145,30 +145,6 @@ def test_arithmetic_is_float32_whatever_the_weights_are() -> None:
     assert routing.router_logits_TE.dtype == torch.float32
 
 
-def test_all_experts_may_be_chosen() -> None:
-    routing = RouterTopK(5, 5, 8)(torch.randn(3, 8))
-    assert routing.expert_index_TK.sort(-1).values.tolist() == [[0, 1, 2, 3, 4]] * 3
-    torch.testing.assert_close(routing.expert_affinities_TK.sum(-1), torch.ones(3))
-
-
-def test_state_dict_keys_are_nxds() -> None:
-    assert list(RouterTopK(4, 2, 8, bias=True).state_dict()) == [
-        "linear_router.weight",
-        "linear_router.bias",
-    ]
-    assert set(GroupLimitedRouter(8, 2, 8, 4, 2).state_dict()) == {
-        "linear_router.weight",
-        "e_score_correction_bias",
-    }
-
-
-def test_affinities_carry_a_gradient_to_the_router() -> None:
-    router = RouterTopK(8, 2, 16)
-    router(torch.randn(4, 16)).expert_affinities_TK.square().sum().backward()
-    assert router.linear_router.weight.grad is not None
-    assert router.linear_router.weight.grad.abs().sum() > 0
-
-
 def test_jitter_only_while_training() -> None:
     router = RouterTopK(8, 2, 16, jitter_eps=0.3)
     hidden = torch.randn(4, 16)
@@ -190,7 +166,7 @@ def test_jitter_multiplies_each_input_by_up_to_eps_more_or_less() -> None:
 
 @pytest.mark.parametrize("jitter_eps", [1.0, -0.1, float("nan")])
 def test_jitter_that_may_turn_an_input_around_is_refused(jitter_eps: float) -> None:
-    with pytest.raises(ValueError, match="jitter_eps="):
+    with pytest.raises(ValueError, match=r"jitter_eps=.*(below 1|finite)"):
         RouterTopK(8, 2, 16, jitter_eps=jitter_eps)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints that vLLM serves, what our own `generate` answers, and runs of vLLM."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -102,6 +103,14 @@ LONGEST_S = 3600  # where others use the machine
 
 Folders = Callable[[str], Path]
 Tokens = list[list[int]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests inside vLLM where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm") is not None:
+                item.add_marker(pytest.mark.skip("vllm is not installed"))
 
 
 @pytest.fixture(scope="session")

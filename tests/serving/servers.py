@@ -56,22 +56,10 @@ class ServeCommand:
         self.at = Server(HOST, port, folder.name)
         self.arguments = (folder, *more)
         self.lines: list[str] = []
+        command = [sys.executable, "-m", "neuron_moe.tools.cli", "serve", "--model", str(folder)]
+        command += ["--dtype", "float32", "--product-form", "plain", "--port", str(port)]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "neuron_moe.tools.cli",
-                "serve",
-                "--model",
-                str(folder),
-                "--dtype",
-                "float32",
-                "--product-form",
-                "plain",
-                "--port",
-                str(port),
-                *more,
-            ],
+            [*command, *more],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -161,7 +161,7 @@ def test_ranks_capture_one_graph_for_each_bucket(name: str, size: int, folder_of
 @pytest.mark.parametrize(
     ("size", "ep_degree"),
     [
-        pytest.param(1, 1, id="one"),
+        pytest.param(1, 1, id="one", marks=SLOW),
         pytest.param(2, 1, id="tp2"),
         pytest.param(2, 2, id="ep2", marks=SLOW),
     ],

@@ -46,7 +46,6 @@ from tests.serving.conftest import FIRST, OTHERS, RECURRENT, Folders
 
 CONFIG = "vllm.model_executor.models.config"
 OWN_CONFIGS = "neuron_moe.serving.own_configs"
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
 def _settings(**changes: Any) -> ServerSettings:
@@ -89,8 +88,7 @@ def test_blocks_divide_the_chunks_of_attention(folder_of: Folders) -> None:
 
 
 def test_recurrent_layers_get_a_class_and_a_cache_of_their_own(folder_of: Folders) -> None:
-    arguments = _settings(folder=folder_of("qwen3_5_moe"), max_model_len=64).arguments()
-    flags = dict(each.removeprefix("--").split("=", 1) for each in arguments if "=" in each)
+    flags = _flags(_settings(folder=folder_of("qwen3_5_moe"), max_model_len=64))
     assert json.loads(flags["hf-overrides"]) == hf_overrides(HYBRID_ARCHITECTURE)
     # Pages of 128 tokens, 2 heads of 32 keys and values in bf16: one for the layer that attends,
     # three for each of those that keep states of fewer bytes.
@@ -98,8 +96,7 @@ def test_recurrent_layers_get_a_class_and_a_cache_of_their_own(folder_of: Folder
 
 
 def test_layers_with_entries_share_a_page_of_each_sequence(folder_of: Folders) -> None:
-    arguments = _settings(folder=folder_of("deepseek_v4"), max_model_len=64).arguments()
-    flags = dict(each.removeprefix("--").split("=", 1) for each in arguments if "=" in each)
+    flags = _flags(_settings(folder=folder_of("deepseek_v4"), max_model_len=64))
     assert json.loads(flags["hf-overrides"]) == hf_overrides(HYBRID_ARCHITECTURE)
     latest = 7 * 16  # keys of a window of eight
     sparse = 17 * 16 + 7 * 4 * 16 + 17 * 8 + 7 * 4 * 8  # of each four: entries, values, weights
@@ -284,7 +281,7 @@ def test_vllms_own_class_is_asked_for_without_our_overrides() -> None:
     assert "--enforce-eager" not in flags
 
 
-@pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
 def test_without_vllm_the_command_that_installs_it_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,7 +1,6 @@
 """Each of vLLM's switches: our model takes it, or it is refused by name before anything starts."""
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -75,35 +74,13 @@ BY_VLLM = {
     "enable_eplb": "Expert parallelism load balancing is only supported on CUDA",
     "enable_elastic_ep": "Elastic EP is only supported with",
 }
-# Interfaces that vLLM's own classes offer and ours does not: what requests each, and the sentence
-# that refuses it, of vLLM's only where it offers none on a CPU.
-DRAFT = '{"method": "%s", "model": "{draft}", "num_speculative_tokens": 2}'
-INTERFACES = {
-    "LoRA": (
-        ["--enable-lora"],
-        "--enable-lora: given, must be None for .*: our model has no adapters. Leave it out.",
-    ),
-    "EAGLE": (
-        [f"--speculative-config={DRAFT % 'eagle'}"],
-        "--speculative-config, method: 'eagle', must be 'ngram' for .*: drafts cannot read the"
-        " states of our model. Leave it out.",
-    ),
-    "EAGLE-3": (
-        [f"--speculative-config={DRAFT % 'eagle3'}"],
-        "--speculative-config, method: 'eagle3', must be 'ngram' for .*: drafts cannot read the"
-        " states of our model. Leave it out.",
-    ),
-    "EPLB": (["--enable-eplb"], "Expert parallelism load balancing is only supported on CUDA.*"),
-    "pipeline parallel": (
-        ["-pp=2"],
-        "--pipeline-parallel-size: 2, must be 1 for .*: our model knows tensor and expert parallel"
-        " ranks alone. Leave it out.",
-    ),
-    "inputs_embeds": (
-        ["--enable-prompt-embeds"],
-        "--enable-prompt-embeds: True, must be False for .*: our model reads token ids. Leave it"
-        " out.",
-    ),
+# Ways to draft by the model's states, which vLLM's own classes let read: what requests each.
+DRAFTS = {
+    method: [
+        f'--speculative-config={{"method": "{method}", "model": "{{draft}}",'
+        ' "num_speculative_tokens": 2}'
+    ]
+    for method in ("eagle", "eagle3")
 }
 # Settings of `serve` beside which a switch gets as far as our model.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -282,18 +259,12 @@ def test_latent_attention_is_planned_as_the_keys_and_values_that_our_model_keeps
     assert grouped.head_size == 64
 
 
-HAS_VLLM = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
-)
-
-
 @pytest.fixture(scope="module")
 def readings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what vLLM made of the shipped model with each switch, and which switches it has."""
     folder = tmp_path_factory.mktemp("readings")
     tiny = checkpoint_folder(TINY_NAME)
-    cases = {"none": [], **OF_SERVE, **REFUSED}
-    cases |= {name: words for name, (words, _) in INTERFACES.items()}
+    cases = {"none": [], **OF_SERVE, **REFUSED, **DRAFTS}
     own_of = {
         name: ServerSettings(folder=tiny, name=TINY_NAME, **BESIDE.get(name, {})).arguments()
         for name in ("none", *BESIDE)
@@ -324,7 +295,6 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.vllm
-@HAS_VLLM
 def test_each_switch_of_vllms_is_taken_or_refused(readings: dict[str, Any]) -> None:
     judged = {*OF_SERVE, *REFUSED}
     unjudged, gone = {}, {}
@@ -339,13 +309,11 @@ def test_each_switch_of_vllms_is_taken_or_refused(readings: dict[str, Any]) -> N
 
 
 @pytest.mark.vllm
-@HAS_VLLM
 def test_without_switches_the_model_is_taken(readings: dict[str, Any]) -> None:
     assert readings["outcomes"]["none"] is None
 
 
 @pytest.mark.vllm
-@HAS_VLLM
 @pytest.mark.parametrize("name", OF_SERVE)
 def test_vllm_reads_what_serve_settles_and_it_is_refused(
     name: str, readings: dict[str, Any]
@@ -354,7 +322,6 @@ def test_vllm_reads_what_serve_settles_and_it_is_refused(
 
 
 @pytest.mark.vllm
-@HAS_VLLM
 @pytest.mark.parametrize("name", REFUSED)
 def test_vllm_reads_what_our_model_does_not_take_and_it_is_refused(
     name: str, readings: dict[str, Any]
@@ -363,16 +330,18 @@ def test_vllm_reads_what_our_model_does_not_take_and_it_is_refused(
 
 
 @pytest.mark.vllm
-@HAS_VLLM
-@pytest.mark.parametrize("name", INTERFACES)
-def test_an_interface_that_our_class_does_not_offer_is_refused_in_a_sentence(
-    name: str, readings: dict[str, Any]
+@pytest.mark.parametrize("method", DRAFTS)
+def test_drafts_that_read_the_states_of_the_model_are_refused(
+    method: str, readings: dict[str, Any]
 ) -> None:
-    assert re.fullmatch(INTERFACES[name][1], readings["outcomes"][name], flags=re.DOTALL)
+    words = (
+        f"--speculative-config, method: '{method}', must be 'ngram' for .*: drafts cannot read the"
+        " states of our model. Leave it out."
+    )
+    assert re.fullmatch(words, readings["outcomes"][method], flags=re.DOTALL)
 
 
 @pytest.mark.vllm
-@HAS_VLLM
 @pytest.mark.parametrize("name", [ARCHITECTURE, HYBRID_ARCHITECTURE])
 def test_vllm_finds_none_of_the_interfaces_in_our_class(name: str) -> None:
     from vllm.model_executor.models import interfaces
@@ -391,7 +360,6 @@ def test_vllm_finds_none_of_the_interfaces_in_our_class(name: str) -> None:
 
 
 @pytest.mark.vllm
-@HAS_VLLM
 def test_a_rank_has_the_threads_asked_for(readings: dict[str, Any]) -> None:
     assert readings["threads"] == str(THREADS)
 

@@ -1,6 +1,5 @@
 """Our models inside vLLM against our own `generate`, token by token; `make test-vllm`."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -13,10 +12,7 @@ from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.serving.options import architecture_of, block_size_of
 from tests.serving.conftest import FIRST, MAX_TOKENS, OTHERS, RECURRENT, Folders, asked
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = pytest.mark.vllm
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 EP2: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 PLAIN = {"product_form": "plain"}  # nothing is measured first

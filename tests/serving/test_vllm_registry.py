@@ -1,6 +1,5 @@
 """vLLM's registry takes both of our classes, and its parser the lines of docs/serving.md."""
 
-import importlib.util
 import json
 import pickle
 import re
@@ -28,7 +27,6 @@ from tests.serving.conftest import Folders
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 @pytest.mark.parametrize(
     "name",
     [ARCHITECTURE, HYBRID_ARCHITECTURE, NATIVE_ARCHITECTURE, NATIVE_HYBRID_ARCHITECTURE],
@@ -66,7 +64,6 @@ def test_the_registry_takes_the_class(name: str, folder_of: Folders) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 @pytest.mark.parametrize("name", ["bailing_hybrid", "deepseek_v4", "step3p5-biases"])
 def test_our_reader_answers_where_there_is_no_usable_class(name: str, folder_of: Folders) -> None:
     from neuron_moe.serving.own_configs import OwnConfig
@@ -80,7 +77,6 @@ def test_our_reader_answers_where_there_is_no_usable_class(name: str, folder_of:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllms_own_class_reads_what_it_can(tmp_path: Path) -> None:
     from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
 
@@ -104,3 +100,22 @@ def _documented() -> list[list[str]]:
     line = r"^    vllm serve (.+)$|`-- (--[^`]+)`"
     found = re.findall(line, text, flags=re.MULTILINE)
     return [shlex.split(served or passed) for served, passed in found]
+
+
+def test_the_page_about_serving_has_lines_for_vllm() -> None:
+    assert len(_documented()) == 2
+
+
+@pytest.mark.vllm
+def test_documented_lines_are_taken_by_the_parser_of_vllm() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from neuron_moe.serving.vllm_server import vllm_parser
+
+    parser = vllm_parser()
+    parsed = [AsyncEngineArgs.from_cli_args(parser.parse_args(words)) for words in _documented()]
+    native, tuned = sorted(parsed, key=lambda each: not each.hf_overrides)
+    assert native.hf_overrides["architectures"] == [NATIVE_ARCHITECTURE]
+    assert native.additional_config == {"neuron_config": {"ep_degree": 2}}
+    assert native.enable_expert_parallel
+    assert tuned.max_num_batched_tokens == 64

@@ -1,7 +1,6 @@
 """`neuron-moe serve` as a user runs it: tokens, bad requests, its end; `make test-vllm`."""
 
 import http.client
-import importlib.util
 import json
 import os
 import shutil
@@ -28,10 +27,7 @@ from tests.serving.conftest import MAX_TOKENS, Folders, asked
 from tests.serving.servers import END_S, HOST, OF_EACH_GROUP, ServeCommand, metrics, total
 from tests.serving.soak import soak
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = pytest.mark.vllm
 LONG_ANSWER = 3000  # tokens; takes much longer than a test
 TINY = checkpoint_folder(TINY_NAME)
 CHUNKED = ("--", "--max-num-batched-tokens=64")
@@ -202,32 +198,12 @@ def test_none_of_its_processes_is_bound_to_a_core(running: ServeCommand) -> None
 
 @pytest.mark.long
 def test_vllms_own_benchmark_measures_it(running: ServeCommand, tmp_path: Path) -> None:
-    command = [
-        str(Path(sys.executable).with_name("vllm")),
-        "bench",
-        "serve",
-        "--model",
-        str(TINY),
-        "--served-model-name",
-        running.at.model,
-        "--host",
-        running.at.host,
-        "--port",
-        str(running.at.port),
-        "--dataset-name",
-        "random",
-        "--num-prompts",
-        "2",
-        "--random-input-len",
-        "8",
-        "--random-output-len",
-        "4",
-        "--save-result",
-        "--result-dir",
-        str(tmp_path),
-        "--result-filename",
-        "result.json",
-    ]
+    at = running.at
+    command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--model", str(TINY)]
+    command += ["--served-model-name", at.model, "--host", at.host, "--port", str(at.port)]
+    command += ["--dataset-name", "random", "--num-prompts", "2"]
+    command += ["--random-input-len", "8", "--random-output-len", "4", "--save-result"]
+    command += ["--result-dir", str(tmp_path), "--result-filename", "result.json"]
     variables = os.environ | server_environment(1)
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -287,25 +263,11 @@ def test_interrupted_or_terminated_twice_it_ends_in_ten_seconds(
 @pytest.mark.long
 def test_vllm_serve_serves_our_class_by_its_name() -> None:
     port = free_port(HOST, 0)
-    command = [
-        str(Path(sys.executable).with_name("vllm")),
-        "serve",
-        str(TINY),
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-        "--served-model-name",
-        TINY_NAME,
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "512",
-        "--kv-cache-memory-bytes",
-        str(64 << 20),
-        "--hf-overrides",
-        json.dumps(hf_overrides()),
-    ]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(TINY)]
+    command += ["--host", HOST, "--port", str(port), "--served-model-name", TINY_NAME]
+    command += ["--dtype", "float32", "--max-model-len", "512"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--hf-overrides", json.dumps(hf_overrides())]
     prompts, expected = asked(TINY)
     with running_server(command, server_environment(1)) as process:
         wait_until_ready(process, HOST, port)

@@ -34,17 +34,21 @@ def shown(words: list[str], monkeypatch: pytest.MonkeyPatch, option: str = "--he
 
 
 @pytest.mark.parametrize("command", ["", *MENUS, *COMMANDS])
-def test_help_fits_a_screen_without_colour(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_a_screen_without_colour_and_documents_exit_statuses(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = shown(command.split(), monkeypatch)
     lines = text.splitlines()
     assert len(lines) <= SCREEN
     assert max(map(len, lines)) <= COLUMNS, max(lines, key=len)
     assert "\x1b" not in text
     assert lines[0].startswith(f"usage: neuron-moe {command}".rstrip())
+    if command not in ("compile", "chip check", "chip calibrate", "chip bench"):  # have their own
+        assert "exit status: 0 " in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_all_options_are_named_in_the_help_and_told_in_that_of_all(
+def test_the_help_of_all_options_tells_those_of_the_short_one_and_has_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, whole = (shown(command.split(), monkeypatch, name) for name in ("--help", "--help-all"))
@@ -52,26 +56,12 @@ def test_all_options_are_named_in_the_help_and_told_in_that_of_all(
     options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, flags=re.MULTILINE))
     assert options >= {"--help", "--help-all"}
     assert options - {"--help-all"} <= set(re.findall(r"--[a-z-]+", text))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_whose_options_exist(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = shown(command.split(), monkeypatch, "--help-all")
-    examples = re.findall(rf"^    neuron-moe {command}\b.*", text, flags=re.MULTILINE)
+    examples = re.findall(rf"^    neuron-moe {command}\b.*", whole, flags=re.MULTILINE)
     assert examples
-    listed = text[text.index("options:") :]
+    listed = whole[whole.index("options:") :]
     for example in examples:
         words = shlex.split(example.removeprefix(f"    neuron-moe {command}"), comments=True)
         assert [each for each in words if each.startswith("--") and each not in listed] == []
-
-
-@pytest.mark.parametrize("command", ["", *MENUS, *COMMANDS])
-def test_help_documents_exit_statuses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(command.split(), monkeypatch)
-    if command not in ("compile", "chip check", "chip calibrate", "chip bench"):  # have their own
-        assert "exit status: 0 " in text
 
 
 @pytest.mark.parametrize(

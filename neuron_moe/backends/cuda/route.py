@@ -34,12 +34,12 @@ def takes(router: Router, hidden_TH: Tensor) -> bool:
         router: of the layer.
         hidden_TH: contiguous or not.
     """
+    if is_captured():  # which fuses torch's operations
+        return False
     weight_EH, formula = router.linear_router.weight, router.spec.formula
     is_watched = router._forward_hooks or router._forward_pre_hooks
     is_other = type(router).forward is not Router.forward or not _is_known(formula)
     if is_other or is_watched or hidden_TH.shape[-1] != router.hidden_size:
-        return False
-    if is_captured():  # which fuses torch's operations
         return False
     if router.training or (
         torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_EH.requires_grad)

@@ -49,23 +49,8 @@ def test_all_ends_with_what_moved_and_writes_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, result = tmp_path / "all.html", tmp_path / "all.json"
-    assert (
-        bench.main(
-            [
-                "all",
-                "--quick",
-                "--only",
-                "prefill",
-                "--jobs",
-                "1",
-                "--json",
-                str(result),
-                "--report",
-                str(page),
-            ]
-        )
-        == 0
-    )
+    words = ["all", "--quick", "--only", "prefill", "--jobs", "1"]
+    assert bench.main([*words, "--json", str(result), "--report", str(page)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("ceilings")
     assert "== what moved\nnothing beyond noise" in shown

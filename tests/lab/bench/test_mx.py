@@ -13,25 +13,14 @@ from lab.check.outcomes import Outcome
 from lab.check.vendor_cases.case import Case
 from neuron_moe.tools.timing.timelines import exactly
 from nki_sim.hardware import TRN3
-from tests.lab.check.test_mx_cases import CASES, case
-
-
-def file_of(folder: Path, *names: str) -> Path:
-    entries = []
-    for name in names:
-        kernel, variant, params = CASES[name]
-        entry = {"id": name, "kernel": kernel, "variant": variant, "params": params}
-        entries.append(entry | {"platform": "trn3", "rtol": 0.05, "atol": 1e-5})
-    path = folder / "cases.json"
-    path.write_text(json.dumps({"cases": entries}))
-    return path
+from tests.lab.check.test_mx_cases import case, entry
 
 
 @pytest.mark.parametrize(("command", "name"), [(decode, "all"), (prefill, "prefill")])
 def test_ours_are_timed(command: Any, name: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    cases = str(file_of(tmp_path, "all", "prefill"))
-    assert command.main(["--chip", "trn3", "--cases", cases, "--json", str(out)]) == 0
+    cases, out = tmp_path / "cases.json", tmp_path / "out.json"
+    cases.write_text(json.dumps({"cases": [entry("all"), entry("prefill")]}))
+    assert command.main(["--chip", "trn3", "--cases", str(cases), "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     (row,) = result["rows"]
     assert (row["id"], row["theirs"]) == (name, None)

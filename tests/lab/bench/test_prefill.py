@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -140,21 +141,13 @@ def test_with_lists_given_counts_what_comes_behind_them() -> None:
 def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "prefill.json"
-    arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
-    arguments += ["--layout", "packed"]
-    assert bench_prefill.main([*arguments, "--json", str(path)]) == 0
-    (row,) = json.loads(path.read_text())["rows"]
+    (row,) = run_command(path)["rows"]
     assert (row["model"], row["tp"], row["T"], row["routing"]) == ("gpt-oss-20b", 8, 16, "uniform")
     assert (row["format"], row["layout"]) == ("bf16", "packed")
     assert row["theirs"] is None
     assert 0.3 < row["roofline_us"] / row["ours"]["us"] < row["roofline_share"] < 1.0
     assert not capsys.readouterr().out.splitlines()[-1].startswith("{")
     assert " busy " in row["bottleneck"]
-
-
-def test_tokens_must_be_positive() -> None:
-    with pytest.raises(ValueError, match=r"--tokens \[0\]: must be positive"):
-        bench_prefill.main(["--tokens", "0"])
 
 
 SMALL = dataclasses.replace(
@@ -168,8 +161,18 @@ INDEX = {"find_nonzero_indices": exactly(7.0)} | {
 }
 
 
+NO_SOURCES = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
+ONE = ["--layout", "packed"]
+
+
 def ran(name: str, us: float) -> Attempt:
     return Attempt(name=name, bound_us=1.0).taking(exactly(us))
+
+
+def row_of(attempts: list[Attempt], **changes: Any) -> Row:
+    """Return a row of a layer that takes 50 us where 20 are possible, beside some attempts."""
+    given = {"model": "m", "tp": 1, "T": 64, "routing": "uniform", "roofline_us": 20.0, **changes}
+    return compared(Row(**{"ours": exactly(50.0), **given}, vendor_variants=attempts))
 
 
 class FakeVendor:
@@ -290,18 +293,11 @@ def test_the_published_time_has_the_vendors_lists_in_front() -> None:
         ran("moe_tkg selective", 92.0),
         Attempt(name="shard_on_h B=128", bound_us=1.0, why="does not run: too large"),
     ]
-    row = compared(
-        Row(
-            model="m",
-            tp=1,
-            T=64,
-            routing="uniform",
-            ours=exactly(50.0 + OWN_US),
-            ours_given=exactly(45.0 + OWN_US),
-            roofline_us=20.0,
-            vendor_variants=attempts,
-            vendor_index=INDEX,
-        )
+    row = row_of(
+        attempts,
+        ours=exactly(50.0 + OWN_US),
+        ours_given=exactly(45.0 + OWN_US),
+        vendor_index=INDEX,
     )
     assert (row.vendor_plan, row.vendor_given_plan) == ("moe_tkg selective", "shard_on_block B=128")
     assert row.theirs is not None
@@ -318,18 +314,7 @@ def test_the_published_time_has_the_vendors_lists_in_front() -> None:
 
 def test_lists_that_cannot_be_made_leave_what_needs_none() -> None:
     attempts = [ran("shard_on_block B=128", 90.0), ran("moe_tkg selective", 92.0)]
-    row = compared(
-        Row(
-            model="m",
-            tp=1,
-            T=64,
-            routing="uniform",
-            ours=exactly(50.0),
-            roofline_us=20.0,
-            vendor_variants=attempts,
-            vendor_index={"IllegalOperand: too many": exactly(0.0)},
-        )
-    )
+    row = row_of(attempts, vendor_index={"IllegalOperand: too many": exactly(0.0)})
     assert (row.vendor_plan, row.vendor_given_plan) == ("moe_tkg selective", "shard_on_block B=128")
     alone = compared(dataclasses.replace(row, vendor_variants=attempts[:1]))
     assert alone.theirs is None
@@ -343,27 +328,12 @@ def test_rows_that_only_the_slowest_kernel_takes_are_in_no_mean() -> None:
     ]
     fair = [ran("shard_on_block B=128", 100.0)]
     rows = [
-        compared(
-            Row(
-                model=name,
-                tp=1,
-                T=64,
-                routing="uniform",
-                ours=exactly(50.0),
-                roofline_us=20.0,
-                vendor_variants=attempts,
-                vendor_index=INDEX,
-            )
-        )
+        row_of(attempts, model=name, vendor_index=INDEX)
         for name, attempts in (("a", alone), ("b", fair))
     ]
-    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
-    result = summarise(rows, sources)
+    result = summarise(rows, NO_SOURCES)
     assert result["only_slowest_fits"] == ["a TP1 T=64"]
     assert [one["rows"] for one in result["by_layout"]] == [1]
-
-
-ONE = ["--layout", "packed"]
 
 
 def run_command(path: Path, *more: str) -> dict[str, Any]:
@@ -422,24 +392,22 @@ def change(path: Path, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_times_that_mean_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeVendor(monkeypatch, {})
+    path, other = tmp_path / "vendor.json", tmp_path / "other.json"
+    library = ["--library", str(tmp_path)]
+    run_command(path, *library, "--only", "vendor")
+    for name, message in (
         ("coefficients", "simulated with other coefficients"),
         ("case", "T=16 uniform: the earlier result is of another case"),
         ("library", "T=16 uniform: the earlier result is of another library"),
-    ],
-)
-def test_times_that_mean_something_else_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    FakeVendor(monkeypatch, {})
-    path = tmp_path / "vendor.json"
-    library = ["--library", str(tmp_path)]
-    run_command(path, *library, "--only", "vendor")
-    change(path, name)
-    with pytest.raises(ValueError, match=message):
-        run_command(tmp_path / "both.json", *library, "--vendor-from", str(path))
+    ):
+        shutil.copy(path, other)
+        change(other, name)
+        with pytest.raises(ValueError, match=message):
+            run_command(tmp_path / "both.json", *library, "--vendor-from", str(other))
 
 
 @pytest.mark.parametrize(
@@ -452,9 +420,12 @@ def test_times_that_mean_something_else_are_refused(
             "--resume: contradicts --vendor-from",
         ),
         (["--vendor-from", "none.json"], "--vendor-from none.json: not a result"),
+        (["--tokens", "0"], r"--tokens \[0\]: must be positive"),
+        (["--jobs", "0"], "--jobs 0: must be"),
+        (["--minutes", "0"], "--minutes 0: must be"),
     ],
 )
-def test_options_that_contradict_are_refused(
+def test_wrong_options_are_refused(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
@@ -465,17 +436,7 @@ def test_options_that_contradict_are_refused(
 def test_both_sides_are_compared_under_one_assumption() -> None:
     ours = Estimate(low_us=10.0, us=20.0, high_us=40.0)
     theirs = ran("v", 30.0).taking(Estimate(low_us=18.0, us=30.0, high_us=90.0))
-    row = compared(
-        Row(
-            model="m",
-            tp=1,
-            T=8,
-            routing="uniform",
-            ours=ours + overhead(),
-            roofline_us=1.0,
-            vendor_variants=[theirs],
-        )
-    )
+    row = row_of([theirs], ours=ours + overhead(), roofline_us=1.0)
     own = overhead()
     ends = [
         (18.0 + own.low_us) / (10.0 + own.low_us),
@@ -485,8 +446,7 @@ def test_both_sides_are_compared_under_one_assumption() -> None:
     assert row.ratio is not None
     assert row.ratio.likely == pytest.approx(ends[1])
     assert (row.ratio.low, row.ratio.high) == (pytest.approx(min(ends)), pytest.approx(max(ends)))
-    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
-    (figures,) = summarise([row], sources)["by_layout"]
+    (figures,) = summarise([row], NO_SOURCES)["by_layout"]
     assert figures["least_low"] == figures["geometric_mean_low"] == pytest.approx(min(ends))
     assert f"least {min(ends):.2f}x, 0 below 1" in figure_lines([figures])
 
@@ -526,22 +486,11 @@ def test_what_nxd_runs_by_default_stands_beside(
 
 def test_rows_below_one_are_listed_with_their_bottleneck() -> None:
     def row(T: int, vendor: float) -> Row:
-        attempts = [ran("v", vendor)]
-        return compared(
-            Row(
-                model="m",
-                tp=1,
-                T=T,
-                routing="uniform",
-                ours=exactly(10.0) + overhead(),
-                roofline_us=6.0,
-                bottleneck="dma busy 99%",
-                vendor_variants=attempts,
-            )
-        )
+        ours = exactly(10.0) + overhead()
+        beside = {"ours": ours, "roofline_us": 6.0, "bottleneck": "dma busy 99%"}
+        return row_of([ran("v", vendor)], T=T, **beside)
 
-    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
-    result = summarise([row(8192, 11.0), row(128, 9.0)], sources)
+    result = summarise([row(8192, 11.0), row(128, 9.0)], NO_SOURCES)
     low_us = overhead().low_us
     assert result["misses"] == [
         {
@@ -587,27 +536,7 @@ def test_a_run_in_pieces_is_the_run_in_one(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    row = compared(
-        Row(
-            model="m",
-            tp=1,
-            T=8,
-            routing="uniform",
-            ours=exactly(50.0),
-            roofline_us=20.0,
-            vendor_variants=[ran("moe_tkg selective", 92.0)],
-            vendor_index=INDEX,
-        )
-    )
+    row = row_of([ran("moe_tkg selective", 92.0)], vendor_index=INDEX)
     sources, path = bench_prefill.Sources.now(TRN2, None, ()), tmp_path / "rows.json"
     path.write_text(json.dumps(summarise([row], sources)))
     assert read(path, sources, "--resume") == [row]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--jobs", "0"], "--jobs 0: must be"), (["--minutes", "0"], "--minutes 0: must be")],
-)
-def test_processes_and_minutes_must_be_positive(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench_prefill.main(arguments)

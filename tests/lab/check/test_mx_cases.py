@@ -45,15 +45,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def case(name: str, **changes: Any) -> Case:
+def entry(name: str) -> dict[str, Any]:
+    """Return what a file of cases has of a case."""
     kernel, variant, params = CASES[name]
-    entry = {"id": name, "kernel": kernel, "variant": variant, "params": params | changes}
-    return Case.from_json(entry | {"platform": "trn3", "rtol": 0.05, "atol": 1e-5})
+    sizes = {"id": name, "kernel": kernel, "variant": variant, "params": params}
+    return sizes | {"platform": "trn3", "rtol": 0.05, "atol": 1e-5}
 
 
-def outcome(name: str, **changes: Any) -> Outcome:
+def case(name: str) -> Case:
+    return Case.from_json(entry(name))
+
+
+def outcome(name: str) -> Outcome:
     with checking_for("trn3"):
-        return check_kernels.run_case(case(name, **changes), Limits())
+        return check_kernels.run_case(case(name), Limits())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,15 +92,7 @@ def test_a_scale_in_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.long
 def test_the_command_runs_on_its_own(tmp_path: Path) -> None:
     path, out = tmp_path / "cases.json", tmp_path / "out.json"
-    entry = {
-        "id": "all",
-        "kernel": "moe_tkg",
-        "variant": "all_expert_mx",
-        "params": CASES["all"][2],
-        "rtol": 0.05,
-        "atol": 1e-5,
-    }
-    path.write_text(json.dumps([entry]))
+    path.write_text(json.dumps([entry("all")]))
     command = [sys.executable, "-m", "neuron_moe.tools.cli", "check", "kernels", "--chip", "trn3"]
     command += ["--cases", str(path), "--json", str(out)]
     subprocess.run(command, check=True, capture_output=True)

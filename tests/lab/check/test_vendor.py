@@ -14,7 +14,6 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from lab.check import menu as check
 from lab.check import vendor as check_vendor
 from lab.check.case_file import read_cases
 from lab.check.outcomes import in_turn
@@ -34,11 +33,6 @@ def write_cases(path: Path, *entries: dict) -> Path:
 
 def case(**params: object) -> Case:
     return Case.from_json(ENTRY | {"params": params})
-
-
-def test_an_unknown_target_is_a_usage_error(capsys):
-    assert check.main(["kernel"]) == 2
-    assert "vendor" in capsys.readouterr().err
 
 
 def test_only_cases_of_the_status_are_read(tmp_path):

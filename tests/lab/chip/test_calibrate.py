@@ -12,7 +12,6 @@ import pytest
 
 from lab.chip.calibrate import ROUNDS, conclude, main
 from lab.chip.coefficients import COEFFICIENTS, LAUNCH, chip_with, start_values
-from lab.chip.device import Job
 from lab.chip.fit import CLOCK_ERROR, _Problem, find_switches
 from lab.chip.model import ProbeModel
 from lab.chip.observe import Observed, observe, probe_jobs, read_observed
@@ -235,8 +234,3 @@ def test_a_chip_that_nobody_knows_is_recovered(seed: int) -> None:
     found = conclude(observed, device, with_conclusions=False).as_json()
     assert summarise([found])["wrong"] == []
     assert json.loads(json.dumps(found)) == found
-
-
-def test_a_job_is_timed_with_its_own_simulation() -> None:
-    job = probe_jobs()[0]
-    assert timed(job).total_ns == timed(Job(**{n: getattr(job, n) for n in job.__slots__})).total_ns

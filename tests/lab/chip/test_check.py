@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,6 @@ def test_a_kernel_that_is_right_has_its_times(tmp_path: Path) -> None:
 def test_a_planted_failure_is_one_row_and_a_sentence(
     tmp_path: Path, plant: str, compiled: bool, words: str
 ) -> None:
-    import re
-
     row = _row(tmp_path, plant)
     assert (row["compiled"], row["right"]) == (compiled, False)
     assert re.match(words, row["why"]), row["why"]
@@ -239,16 +238,8 @@ def test_verdicts_are_of_all_features_and_their_place_is_told(
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
 def test_every_plant_in_a_process_of_its_own(tmp_path: Path, plant: str) -> None:
-    argv = [
-        "--against",
-        "sim:1",
-        "--match",
-        INDEX,
-        "--limit-s",
-        "40",
-        "--plant",
-        f"{plant}:{INDEX}",
-    ]
+    argv = ["--against", "sim:1", "--match", INDEX, "--limit-s", "40"]
+    argv += ["--plant", f"{plant}:{INDEX}"]
     _, found = _check(tmp_path, *argv)
     words = {
         "compile": "does not compile",

@@ -109,22 +109,8 @@ def test_what_is_recorded_follows_and_is_read_by_others(
     text = tmp_path / "song.txt"
     text.write_text("And it came to pass in those days, that the king commanded. " * 8)
     out, page = tmp_path / "traces", tmp_path / "routing.html"
-    assert (
-        main(
-            [
-                "--texts",
-                str(text),
-                "--tokens",
-                "96",
-                "--out",
-                str(out),
-                "--report",
-                str(page),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    words = ["--texts", str(text), "--tokens", "96", "--out", str(out)]
+    assert main([*words, "--report", str(page), "--json"]) == 0
     *shown, last = capsys.readouterr().out.strip().splitlines()
     report = json.loads(last)
     assert report["tokens"] == {"song": 96}

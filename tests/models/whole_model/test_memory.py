@@ -8,25 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_moe.configs import load_config
 from neuron_moe.models.lfm2_moe import ShortConvolution
-from neuron_moe.models.loader import parse_config
 from neuron_moe.models.nemotron_h import Nothing
 from neuron_moe.models.sizes import Spread, rank_bytes
 from neuron_moe.models.whole_model import ServingLoad, rank_memory
 from neuron_moe.models.whole_model.memory import scratch_bytes
-from neuron_moe.parallel.topology import instance
-from neuron_moe.planner.coefficients import Machine
+from tests.models.whole_model.test_dense_time import MACHINE, SPREAD, build
 
-MACHINE = Machine.build(instance("trn2.48xlarge"))
-SPREAD = Spread(tp=4, ep=16, dense_tp=64)
 LOAD = ServingLoad(batch=32, max_length=8192, prefill_tokens=8192)
-
-
-def build(name: str) -> tuple[nn.Module, Any]:
-    file, config = parse_config(load_config(name), name)
-    with torch.device("meta"):
-        return file.Model(config), config
 
 
 def test_weights_are_those_of_sizes_and_the_cache_is_counted_by_hand() -> None:

@@ -143,7 +143,10 @@ def test_the_command_says_where_the_model_ends(capsys: pytest.CaptureFixture[str
 
 # Total parameters as published, in billions; without layers that predict further tokens.
 PUBLISHED = {
+    "gpt_oss_20b": 20.9,
     "gpt_oss_120b": 116.8,
+    "mixtral_8x7b": 46.7,
+    "qwen3_30b_a3b": 30.5,
     "qwen3_235b_a22b": 235.1,
     "deepseek_v3": 671.0,
     "glm_4_5_air": 106.9,

@@ -26,18 +26,6 @@ from neuron_moe.planner.sizes import ModelSizes
 from neuron_moe.train.balance import uniform_trace
 
 SERVING = Serving(prompt=2048, context=3072, batch=32, expert_format="bf16")
-# Parameters of all routed experts, in 1e9: 3 H I E for each MoE layer of the published shapes.
-EXPERT_PARAMETERS = {
-    "gpt_oss_20b": 19.1,
-    "gpt_oss_120b": 114.7,
-    "llama4_scout": 96.6,
-    "llama4_maverick": 386.5,
-    "qwen3_30b_a3b": 29.0,
-    "qwen3_235b_a22b": 227.1,
-    "deepseek_v3": 653.9,
-    "mixtral_8x7b": 45.1,
-    "dbrx": 126.8,
-}
 
 
 def sizes_of(name: str) -> ModelSizes:
@@ -61,13 +49,6 @@ def served() -> list[ServingTimes]:
     )
     assert all("GiB" in why for why in rejected.values())  # one rank holds too little
     return found
-
-
-@pytest.mark.parametrize("name", EXPERT_PARAMETERS)
-def test_weights_of_experts_are_those_of_the_published_shapes(name: str) -> None:
-    sizes = sizes_of(name)
-    count = sizes.expert_bytes / 2 * sizes.num_experts * sizes.num_moe_layers / 1e9
-    assert count == pytest.approx(EXPERT_PARAMETERS[name], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss_120b", "qwen3_30b_a3b", "deepseek_v3"])

@@ -123,9 +123,24 @@ def quietly(run: Callable[[], Any]) -> Any:
         return run()
 
 
-def check(run_ranks: Any, folder: str, before: Layout, after: Layout) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(Layout(2, 2), Layout(2, 2), id="the same", marks=pytest.mark.long),
+        pytest.param(Layout(2, 1), Layout(1, 2), id="another", marks=pytest.mark.long),
+        pytest.param(
+            Layout(2, 1, "cuda"),
+            Layout(1, 2, "cuda"),
+            id="another of GPUs",
+            marks=pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices"),
+        ),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint_in_a_layout(
+    run_ranks: Any, tmp_path: Path, before: Layout, after: Layout
+) -> None:
     """Train in one layout, go on from its checkpoint in another; compare with one process."""
-    half = STEPS // 2
+    folder, half = str(tmp_path / "state"), STEPS // 2
 
     def first(rank: int) -> list[float]:
         device = before.place(rank)
@@ -160,23 +175,6 @@ def check(run_ranks: Any, folder: str, before: Layout, after: Layout) -> None:
     wanted, ends = whole_run()  # not before: backward starts CUDA, which a fork cannot take along
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-6, atol=0.0)
     assert max(run_ranks(2, elsewhere)) < 1e-9
-
-
-@pytest.mark.long
-def test_sharded_copies_train_alike_and_go_on_from_a_checkpoint(
-    run_ranks: Any, tmp_path: Path
-) -> None:
-    check(run_ranks, str(tmp_path / "state"), Layout(2, 2), Layout(2, 2))
-
-
-@pytest.mark.long
-def test_a_checkpoint_goes_on_in_another_layout(run_ranks: Any, tmp_path: Path) -> None:
-    check(run_ranks, str(tmp_path / "state"), Layout(2, 1), Layout(1, 2))
-
-
-@pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices")
-def test_nccl_ranks_train_alike_and_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
-    check(run_ranks, str(tmp_path / "state"), Layout(2, 1, "cuda"), Layout(1, 2, "cuda"))
 
 
 SPLIT = [

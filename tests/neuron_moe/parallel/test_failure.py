@@ -2,7 +2,10 @@
 
 import os
 import signal
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -72,48 +75,90 @@ def check_the_survivors(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [5, 0])
-def test_killing_one_of_8_ranks_in_a_forward_ends_the_rest(run_ranks: Any, victim: int) -> None:
-    results = run_ranks(
-        SIZE, lambda rank: run_until_it_breaks(rank, victim, signal.SIGKILL, 20.0), raw=True
-    )
-    assert results[victim] == ("error", "process ended without an answer")
-    check_the_survivors(results, victim)
-
-
-@pytest.mark.long
-def test_a_rank_that_hangs_ends_the_rest_after_the_time_out(run_ranks: Any) -> None:
-    victim = 7
-    results = run_ranks(
-        SIZE,
-        lambda rank: run_until_it_breaks(rank, victim, signal.SIGSTOP, 5.0),
-        raw=True,
-        timeout_s=14.0,
-    )
-    check_the_survivors(results, victim)
-
-
-@pytest.mark.long
-def test_a_rank_0_that_hangs_is_named_although_it_hosts_the_store(run_ranks: Any) -> None:
-    results = run_ranks(
-        SIZE,
-        lambda rank: run_until_it_breaks(rank, 0, signal.SIGSTOP, 5.0),
-        raw=True,
-        timeout_s=14.0,
-    )
-    check_the_survivors(results, 0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [2, 0])
-def test_a_rank_that_dies_in_an_all_to_all_is_named(run_ranks: Any, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "victim", "failed"),
+    [
+        ("replicate", 5, ("all_reduce",)),
+        ("replicate", 0, ("all_reduce",)),
+        ("all_to_all", 2, ("reduce_scatter", "all_to_all")),
+        ("all_to_all", 0, ("reduce_scatter", "all_to_all")),
+    ],
+)
+def test_killing_one_of_8_ranks_in_a_forward_ends_the_rest(
+    run_ranks: Any, strategy: str, victim: int, failed: tuple[str, ...]
+) -> None:
     def run(rank: int) -> Any:
-        return run_until_it_breaks(rank, victim, signal.SIGKILL, 20.0, "all_to_all")
+        return run_until_it_breaks(rank, victim, signal.SIGKILL, 20.0, strategy)
 
-    check_the_survivors(run_ranks(8, run, raw=True), victim, ("reduce_scatter", "all_to_all"))
+    results = run_ranks(SIZE, run, raw=True)
+    assert results[victim] == ("error", "process ended without an answer")
+    check_the_survivors(results, victim, failed)
 
 
-def failure_of(function: Any) -> str:
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [7, 0])  # rank 0 hosts the store
+def test_a_rank_that_hangs_ends_the_rest_after_the_time_out(run_ranks: Any, victim: int) -> None:
+    def run(rank: int) -> Any:
+        return run_until_it_breaks(rank, victim, signal.SIGSTOP, 5.0)
+
+    check_the_survivors(run_ranks(SIZE, run, raw=True, timeout_s=14.0), victim)
+
+
+MASK = torch.tensor([[1, 1, 1, 0]])
+
+
+class Odd(NamedTuple):
+    """What rank 1 has of its own, in one forward or in the second of two, and what is said of it.
+
+    The others have a layer of defaults, 4 tokens, and MASK where rank 1's second mask is given.
+    """
+
+    message: str
+    layer: Mapping[str, Any] = MappingProxyType({})
+    tokens: tuple[int, ...] = (4,)
+    masks: tuple[torch.Tensor | None, ...] = ()
+    negates_router: bool = False
+
+    def forward(self, is_odd: bool) -> None:
+        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
+        layer = small_layer(**(self.layer if is_odd else {}))
+        if is_odd and self.negates_router:
+            layer.router.linear_router.weight.data.neg_()
+        for tokens in self.tokens if not self.masks else ():
+            layer(torch.randn(1, tokens if is_odd else 4, 16))
+        for mask in self.masks:
+            layer(torch.randn(1, 4, 16), mask if is_odd else MASK)
+
+
+ODD = [
+    Odd("router is RouterSpec", layer={"top_k": 3}),
+    Odd(
+        "strategy is 'all_to_all' on rank 1 and 'replicate' on the others",
+        layer={"strategy": "all_to_all"},
+    ),
+    Odd(
+        "normalizes_affinities is True on rank 1 and False on the others",
+        layer={"normalize_top_k_affinities": True},
+    ),
+    Odd(
+        "scales_input is True on rank 1 and False on the others",
+        layer={"early_expert_affinity_modulation": True},
+    ),
+    Odd(
+        "reduce_dtype is torch.bfloat16 on rank 1 and None on the others",
+        layer={"reduce_dtype": torch.bfloat16},
+    ),
+    Odd("compat is 'nxd' on rank 1 and None on the others", layer={"compat": "nxd"}),
+    Odd("tokens is 5 on rank 1 and 4 on the others. These ranks hold the same", tokens=(5,)),
+    Odd("tokens is 5 on rank 1 and 4 on the others. These ranks hold the same", tokens=(4, 5)),
+    Odd("padding_mask is missing on rank 1 and of 3 real tokens", masks=(MASK, None)),
+    Odd("padding_mask is of 2 real tokens", masks=(MASK, torch.tensor([[1, 1, 0, 0]]))),
+    Odd("on rank 1 and of 3 real tokens", masks=(MASK, torch.tensor([[0, 1, 1, 1]]))),
+    Odd("weights of the router is 'crc32 ", negates_router=True),
+]
+
+
+def failure_of(function: Callable[[], Any]) -> str:
     try:
         function()
     except ValueError as error:
@@ -123,89 +168,23 @@ def failure_of(function: Any) -> str:
     return "no error"
 
 
-def mismatches(rank: int) -> list[str]:
-    odd = rank == 1
-
-    def other_sizes() -> None:
-        sizes = (1, 4) if odd else (2, 2)
-        parallel_state.initialize_model_parallel(sizes[0], expert_model_parallel_size=sizes[1])
-
-    def too_few_ranks() -> None:
-        parallel_state.initialize_model_parallel(4, expert_model_parallel_size=16)
-
-    def other_layer(**settings: Any) -> Any:
-        def build() -> None:
-            parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
-            layer = small_layer(**(settings if odd else {}))
-            layer(torch.randn(1, 4, 16))
-
-        return build
-
-    def other_tokens() -> None:
-        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
-        small_layer()(torch.randn(1, 5 if odd else 4, 16))
-
-    def other_mask(own: torch.Tensor | None) -> Any:
-        def build() -> None:
-            parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
-            layer, mask = small_layer(), torch.tensor([[1, 1, 1, 0]])
-            layer(torch.randn(1, 4, 16), mask)
-            layer(torch.randn(1, 4, 16), own if odd else mask)
-
-        return build
-
-    def other_router_weights() -> None:
-        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
-        layer = small_layer()
-        if odd:
-            layer.router.linear_router.weight.data.neg_()
-        layer(torch.randn(1, 4, 16))
-
-    def other_tokens_later() -> None:
-        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
-        layer = small_layer()
-        layer(torch.randn(1, 4, 16))
-        layer(torch.randn(1, 5 if odd else 4, 16))
-
-    cases = [
-        other_sizes,
-        too_few_ranks,
-        other_layer(top_k=3),
-        other_layer(strategy="all_to_all"),
-        other_tokens,
-        other_layer(normalize_top_k_affinities=True),
-        other_layer(early_expert_affinity_modulation=True),
-        other_layer(reduce_dtype=torch.bfloat16),
-        other_layer(compat="nxd"),
-        other_mask(None),
-        other_mask(torch.tensor([[1, 1, 0, 0]])),
-        other_mask(torch.tensor([[0, 1, 1, 1]])),
-        other_tokens_later,
-        other_router_weights,
-    ]
-    with torch.no_grad():
-        return [failure_of(case) for case in cases]
-
-
 def test_ranks_started_with_other_settings_are_found_before_any_work(run_ranks: Any) -> None:
-    results = run_ranks(4, mismatches)
+    def start(tp: int, ep: int) -> None:
+        parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep)
+
+    def run(rank: int) -> list[str]:
+        starts = (partial(start, *((1, 4) if rank == 1 else (2, 2))), partial(start, 4, 16))
+        with torch.no_grad():
+            return [failure_of(each) for each in starts] + [
+                failure_of(partial(odd.forward, rank == 1)) for odd in ODD
+            ]
+
     wanted = [
         "expert_model_parallel_size is 4 on rank 1 and 2 on the others",
         "need 64 ranks, the product, but the world has 4",
-        "router is RouterSpec",
-        "strategy is 'all_to_all' on rank 1 and 'replicate' on the others",
-        "tokens is 5 on rank 1 and 4 on the others",
-        "normalizes_affinities is True on rank 1 and False on the others",
-        "scales_input is True on rank 1 and False on the others",
-        "reduce_dtype is torch.bfloat16 on rank 1 and None on the others",
-        "compat is 'nxd' on rank 1 and None on the others",
-        "padding_mask is missing on rank 1 and of 3 real tokens",
-        "padding_mask is of 2 real tokens",
-        "on rank 1 and of 3 real tokens",
-        "tokens is 5 on rank 1 and 4 on the others. These ranks hold the same tokens",
-        "weights of the router is 'crc32 ",
+        *(odd.message for odd in ODD),
     ]
-    for messages in results:
+    for messages in run_ranks(4, run):
         for part, message in zip(wanted, messages, strict=True):
             assert part in message, message
 

@@ -87,15 +87,4 @@ def test_a_sound_layer_counts_one_copy_and_planted_faults_do_not(run_ranks: Any)
     for (name, (_, wanted)), messages in zip(FAULTS.items(), faulty, strict=True):
         found = [message for message in messages if message]
         assert found, name
-        assert any(part in message for message in found for part in wanted.split("|")), (
-            name,
-            found,
-        )
-
-
-def test_counting_leaves_the_layer_as_it_was() -> None:
-    layer = small_layer()
-    hidden = torch.randn(1, 4, 16)
-    before = layer(hidden)[0]
-    check_one_copy(layer, hidden)
-    assert torch.equal(layer(hidden)[0], before)
+        assert any(wanted in message for message in found), (name, found)

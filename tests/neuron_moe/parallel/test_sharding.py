@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +15,13 @@ from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK,
 from neuron_moe.checkpoint import open_checkpoint
 from neuron_moe.checkpoint.load import unique_parameters
 from neuron_moe.models.loader import load_model
-from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
+from neuron_moe.models.sample_checkpoint import make_checkpoint
 from neuron_moe.parallel import CollectiveError, ParallelConfig, parallel_state
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.sharded import load
 from neuron_moe.sharded.load import load_sharded, save_sharded, shard_checkpoint
 from neuron_moe.sharded.sharding import shard_state_dict, sharding_of
+from tests.models.conftest import tiny_config
 
 E, H, I = 8, 16, 24  # noqa: E741  the axis letters of the project
 
@@ -95,22 +97,6 @@ def test_replicas_repeat_the_rows_of_their_expert() -> None:
     assert torch.equal(mine[name], whole[name][[4, 5, 6, 7, 0]])
 
 
-def tiny_checkpoint(directory: Path) -> Path:
-    config = {
-        **sample_config(),
-        "head_dim": 16,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_local_experts": 8,
-        "sliding_window": 8,
-        "vocab_size": 300,
-    }
-    return make_checkpoint(directory, config, expert_format="mxfp4", seed=1)
-
-
 CONFIGS = {
     "tp2 ep2": ParallelConfig(tp=2, ep=2),
     "ep4 all-to-all": ParallelConfig(ep=4, strategy="all_to_all"),
@@ -119,7 +105,7 @@ CONFIGS = {
 
 
 def test_a_model_over_4_ranks_gives_the_logits_of_one(run_ranks: Any, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path / "whole")
+    folder = make_checkpoint(tmp_path / "whole", tiny_config(), seed=1)
     tokens = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(2))
 
     def logits(model: Any) -> list[Tensor]:
@@ -154,7 +140,7 @@ def test_one_process_shards_for_all_ranks(tmp_path: Path) -> None:
     from neuron_moe.models import gpt_oss
     from neuron_moe.models.loader import read_config
 
-    folder = tiny_checkpoint(tmp_path / "whole")
+    folder = make_checkpoint(tmp_path / "whole", tiny_config(), seed=1)
     model_config = gpt_oss.Config.from_hf(read_config(folder))
     config = CONFIGS["hybrid"]
     written = shard_checkpoint(
@@ -177,47 +163,45 @@ def test_one_process_shards_for_all_ranks(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name]), name
 
 
-def saved_shard(directory: Path) -> Path:
+@pytest.mark.parametrize(
+    ("layout", "rank", "placement", "message"),
+    [
+        ((1, 4), 1, None, "sharded for tp=2, must be tp=1"),
+        (
+            (2, 2),
+            1,
+            ExpertPlacement((7, 6, 5, 4, 3, 2, 1, 0), 2, E),
+            r"holds experts 0-3, slice 1 of 2, the model needs exp",
+        ),
+        ((2, 2), 3, None, "rank-00003-of-00004"),
+        (None, 0, None, "this process has no rank"),
+    ],
+    ids=["layout", "placement", "no file", "no rank"],
+)
+def test_a_sharded_checkpoint_that_does_not_fit_is_refused(
+    tmp_path: Path,
+    layout: tuple[int, int] | None,
+    rank: int,
+    placement: ExpertPlacement | None,
+    message: str,
+) -> None:
     with parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1):
-        save_sharded(build(), directory)
-    return directory
+        save_sharded(build(), tmp_path)
+    here = nullcontext()
+    if layout is not None:
+        here = parallel_state.as_rank(ParallelConfig(tp=layout[0], ep=layout[1]), rank)
+    error = FileNotFoundError if rank == 3 else ValueError
+    with here, pytest.raises(error, match=message):
+        load_sharded(build(placement=placement), tmp_path)
 
 
-def test_a_sharded_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
-    folder = saved_shard(tmp_path)
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=1, ep=4), 1),
-        pytest.raises(ValueError, match="sharded for tp=2, must be tp=1"),
-    ):
-        load_sharded(build(), folder)
-
-
-def test_a_sharded_checkpoint_of_another_placement_is_refused(tmp_path: Path) -> None:
-    folder = saved_shard(tmp_path)
-    placement = ExpertPlacement((7, 6, 5, 4, 3, 2, 1, 0), 2, E)
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1),
-        pytest.raises(ValueError, match=r"holds experts 0-3, slice 1 of 2, the model needs exp"),
-    ):
-        load_sharded(build(placement=placement), folder)
-
-
-def test_missing_files_and_ranks_are_named(tmp_path: Path) -> None:
-    folder = saved_shard(tmp_path)
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 3),
-        pytest.raises(FileNotFoundError, match="rank-00003-of-00004"),
-    ):
-        load_sharded(build(), folder)
-    with pytest.raises(ValueError, match="this process has no rank"):
-        load_sharded(build(), folder)
-    index = json.loads((folder / "sharded.json").read_text())
-    (folder / "sharded.json").write_text(json.dumps({**index, "format": 7}))
-    with (
-        parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1),
-        pytest.raises(ValueError, match="format=7 must be 1"),
-    ):
-        load_sharded(build(), folder)
+def test_a_sharded_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    with parallel_state.as_rank(ParallelConfig(tp=2, ep=2), 1):
+        save_sharded(build(), tmp_path)
+        index = json.loads((tmp_path / "sharded.json").read_text())
+        (tmp_path / "sharded.json").write_text(json.dumps({**index, "format": 7}))
+        with pytest.raises(ValueError, match="format=7 must be 1"):
+            load_sharded(build(), tmp_path)
 
 
 def save_all(folder: Path, config: ParallelConfig, value: float) -> None:

@@ -28,20 +28,8 @@ from tests.tools.commands import sdk_stub
 from tests.tools.pages.asks import check_page
 
 LENGTHS = '[{"tokens": 160, "block_size": 64}]'
-SMALL = (
-    "--config",
-    "trn2.3xlarge",
-    "--set",
-    "tp=2",
-    "--set",
-    "ep=2",
-    "--set",
-    "batch=2",
-    "--set",
-    "max_length=256",
-    "--set",
-    f"buckets={LENGTHS}",
-)
+SETTINGS = ("tp=2", "ep=2", "batch=2", "max_length=256", f"buckets={LENGTHS}")
+SMALL = ("--config", "trn2.3xlarge", *(word for each in SETTINGS for word in ("--set", each)))
 SDK = ("torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "neuronx-cc", "nki")
 
 

@@ -28,23 +28,8 @@ def test_each_layer_is_placed_and_better_balanced_on_later_tokens(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, picture = tmp_path / "placement.json", tmp_path / "balance.png"
-    status = cli.main(
-        [
-            "place",
-            "--trace",
-            str(trace),
-            "--ranks",
-            "8",
-            "--extra-experts",
-            "8",
-            "--output",
-            str(output),
-            "--picture",
-            str(picture),
-            "--json",
-        ]
-    )
-    assert status == 0
+    words = ["place", "--trace", str(trace), "--ranks", "8", "--extra-experts", "8", "--json"]
+    assert cli.main([*words, "--output", str(output), "--picture", str(picture)]) == 0
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert report["kind"] == "measured"
     assert report["extra_share"] == 0.125

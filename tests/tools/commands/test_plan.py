@@ -65,17 +65,8 @@ def test_four_ultraserver_nodes_and_a_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "plan.png"
-    _, report = run(
-        capsys,
-        "--model",
-        "qwen3_235b_a22b",
-        "--instance",
-        "trn2u.48xlarge",
-        "--nodes",
-        "4",
-        "--picture",
-        str(picture),
-    )
+    words = ("--model", "qwen3_235b_a22b", "--instance", "trn2u.48xlarge", "--nodes", "4")
+    _, report = run(capsys, *words, "--picture", str(picture))
     assert report["ranks"] == 256
     assert max(row["ep"] for row in report["layer_layouts"]) == 128
     assert picture.read_bytes().startswith(b"\x89PNG")

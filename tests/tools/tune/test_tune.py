@@ -48,16 +48,8 @@ def run(model: str, folder: Path, *args: str) -> dict[str, Any]:
 def test_a_model_started_with_the_file_reports_the_tuned_plan(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = run(
-        model,
-        tmp_path,
-        "--decode",
-        "4",
-        "--picture",
-        str(tmp_path / "t.png"),
-        "--report",
-        str(tmp_path / "t.html"),
-    )
+    written = ["--picture", str(tmp_path / "t.png"), "--report", str(tmp_path / "t.html")]
+    report = run(model, tmp_path, "--decode", "4", *written)
     (bucket,) = report["buckets"]
     times = [tried["us"] for tried in bucket["tried"]]
     assert bucket["chosen_us"] == min(times)
