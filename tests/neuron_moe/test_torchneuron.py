@@ -66,7 +66,7 @@ def test_operators_pass_torchs_own_check(
         patch.setattr(launch, "_call", note)
         layer(_tokens(step))
     assert seen
-    for name, arguments in [*seen]:  # each check launches, and is noted, again
+    for name, arguments in seen:
         operator = getattr(torch.ops.neuron_moe, name).default
         # Slots that blockwise_moe does not use are left as they were, NaN here, equal to nothing.
         checks = CHECKS[:-1] if name == "blockwise_moe" else CHECKS
