@@ -195,7 +195,7 @@ def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:
     if dynamic is None:
         return Access(value)
     if dynamic.kind == "vector":
-        return _resolve_vector(core, operand, value, dynamic, mode)
+        return rows_at(core, operand, value, read_indices(dynamic.index), mode)
     return _resolve_scalar(core, operand, value, dynamic, mode)
 
 
@@ -234,13 +234,6 @@ def _resolve_scalar(
     if not 0 <= shift < max(dynamic.limit, 1):
         access.valid[:] = False
     return access
-
-
-def _resolve_vector(
-    core: Core, operand: str, value: NkiTensor, dynamic: Dynamic, mode: Any
-) -> Access:
-    indices = read_indices(dynamic.index)
-    return rows_at(core, operand, value, indices, mode)
 
 
 def rows_at(core: Core, operand: str, value: NkiTensor, indices: Any, mode: Any) -> Access:
