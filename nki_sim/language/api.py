@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -221,24 +221,21 @@ def _deprecated(name: str, instead: str) -> None:
     warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
-def affine_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
-    """Python's range; deprecated."""
-    _deprecated("affine_range", "range")
-    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
+def _old_range(name: str) -> Callable[..., builtins.range]:
+    """Return Python's range under a deprecated name."""
+
+    def counted(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
+        """Python's range; deprecated."""
+        _deprecated(name, "range")
+        return builtins.range(start) if stop is None else builtins.range(start, stop, step)
+
+    counted.__name__ = counted.__qualname__ = name
+    return counted
 
 
-def sequential_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
-    """Python's range; deprecated."""
-    _deprecated("sequential_range", "range")
-    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
-
-
-def static_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
-    """Python's range; deprecated."""
-    _deprecated("static_range", "range")
-    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
-
-
+affine_range = _old_range("affine_range")
+sequential_range = _old_range("sequential_range")
+static_range = _old_range("static_range")
 range = builtins.range
 
 
