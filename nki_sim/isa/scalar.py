@@ -52,6 +52,8 @@ from nki_sim.isa.functions import (
 )
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
+_Reduces = tuple[Any, NkiTensor | None, Any]  # operator, result and command of a reduction
+
 _SCALAR: Final = "scalar"
 _IDLE: Final = reduce_cmd.idle
 _RESET_REDUCE: Final = reduce_cmd.reset_reduce
@@ -112,14 +114,10 @@ def _engine_id(core: Core, engine: Any, tensors: tuple[NkiTensor, ...], reduces:
 
 
 def _registers(
-    core: Core,
-    op: Any,
-    allowed: frozenset[str],
-    command: Any,
-    result: NkiTensor | None,
-    data: NkiTensor,
+    core: Core, reduces: _Reduces, allowed: frozenset[str], data: NkiTensor
 ) -> Accumulator | None:
     """Prepare the reduction registers; None if nothing reduces."""
+    op, result, command = reduces
     if command is _IDLE and result is None:
         return None
     if command not in _COMMANDS:
@@ -155,20 +153,8 @@ def activation(
 
     (nki.isa.activation, NKI 0.7)
     """
-    return _activate(
-        core,
-        "activation",
-        dst,
-        op,
-        data,
-        bias,
-        scale,
-        reduce_op,
-        reduce_res,
-        reduce_cmd,
-        engine,
-        name,
-    )
+    reduces = reduce_op, reduce_res, reduce_cmd
+    return _activate(core, "activation", dst, op, data, (scale, bias), reduces, engine, name)
 
 
 @instruction
@@ -189,20 +175,9 @@ def activation_reduce(
     """
     if type(reduce_res) is not NkiTensor:
         raise IllegalOperand("reduce_res", "a tensor of shape (P, 1)", repr(reduce_res))
-    return _activate(
-        core,
-        "activation_reduce",
-        dst,
-        op,
-        data,
-        bias,
-        scale,
-        reduce_op,
-        reduce_res,
-        _RESET_REDUCE,
-        Engine.scalar,
-        name,
-    )
+    factors, reduces = (scale, bias), (reduce_op, reduce_res, _RESET_REDUCE)
+    unit = Engine.scalar
+    return _activate(core, "activation_reduce", dst, op, data, factors, reduces, unit, name)
 
 
 def _activate(
@@ -211,15 +186,14 @@ def _activate(
     dst: NkiTensor,
     op: Any,
     data: NkiTensor,
-    bias: Any,
-    scale: Any,
-    reduce_op: Any,
-    reduce_res: NkiTensor | None,
-    command: Any,
+    factors: tuple[Any, Any],
+    reduces: _Reduces,
     engine: Any,
     name: str | None,
 ) -> NkiInstruction:
+    """Issue an activation with its scale and bias."""
     # Constraints.
+    (scale, bias), reduce_res = factors, reduces[1]
     _check_tiles(dst, data)
     partitions = data.geometry.partitions
     function = _function(op)
@@ -233,7 +207,7 @@ def _activate(
     elif shift is not None and core.target.version < nc_version.gen3:
         raise IllegalOperand("bias", f"a ({partitions}, 1) tensor before gen3", repr(bias))
     results = check_result("reduce_res", reduce_res, partitions)
-    registers = _registers(core, reduce_op, _REDUCTIONS, command, reduce_res, data)
+    registers = _registers(core, reduces, _REDUCTIONS, data)
     tiles = tiles_among(shift, factor)
     chosen = _engine_id(core, engine, (dst, data, *tiles), registers is not None)
 
@@ -306,7 +280,7 @@ def activate2(
     if len(tiles) == 2:
         check_same_dtype(("imm0", tiles[0]), ("imm1", tiles[1]))
     results = check_result("reduce_res", reduce_res, partitions)
-    registers = _registers(core, reduce_op, _REDUCTIONS_GEN4, reduce_cmd, reduce_res, data)
+    registers = _registers(core, (reduce_op, reduce_res, reduce_cmd), _REDUCTIONS_GEN4, data)
     reads = (data, *tiles, *tiles_among(slope))
     chosen = _engine_id(core, engine, (dst, *reads), registers is not None)
 
