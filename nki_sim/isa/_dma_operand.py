@@ -174,7 +174,7 @@ class Access:
         return coverage.mask_of(Walk(base * item, shape, strides, item)), ids
 
 
-def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:
+def resolve(core: Core, operand: str, value: NkiTensor, mode: Any) -> Access:
     """Read the dynamic offset of an operand and check its range.
 
     Args:
@@ -187,8 +187,6 @@ def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:
         OutOfBounds: an index is out of range and the mode is `error`.
         LanguageError: the tensor belongs to the body of a dynamic loop that has ended.
     """
-    if type(value) is not NkiTensor:
-        raise IllegalOperand(operand, "a tensor", repr(value))
     if value._alloc.loop_depth > core.loop_depth:
         core.refuse_escaped(value)
     dynamic = value._dynamic
