@@ -183,9 +183,8 @@ def dma_compute(
     elif Oob(oob_mode) is Oob.skip and not indirect:
         raise IllegalOperand("oob_mode", "skip with a dynamic offset only", "static operands")
     if len(sources) == 1:
-        core.machine.find(
+        core.note(
             "deprecated",
-            core.location(),
             "dma_compute of one source copies it; list dst as a source to accumulate",
         )
     to = resolve(core, "dst", dst, oob_mode)
@@ -248,9 +247,7 @@ def _dge(core: Core, mode: Any, *operands: NkiTensor) -> Dge:
             raise IllegalOperand("dge_mode", "unknown or swdge with a vector_offset", chosen.name)
         return Dge.swdge
     if kinds and chosen is Dge.none:
-        core.machine.find(
-            "dge", core.location(), "dge_mode.none is documented for static addresses only"
-        )
+        core.note("dge", "dge_mode.none is documented for static addresses only")
     return chosen
 
 
@@ -318,7 +315,7 @@ def _gathered(core: Core, src: NkiTensor, oob_mode: Any) -> Access:
     access = rows_at(core, "src", src, numbers, oob_mode)
     if 0 < access.num_skipped < len(numbers):
         text = "a transposing gather of valid and skipped indices hangs a device (SDK issue 1390)"
-        core.machine.find("dge", core.location(), text)
+        core.note("dge", text)
     return access
 
 

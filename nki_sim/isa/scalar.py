@@ -91,9 +91,8 @@ def _check_range(core: Core, function: Activation, values: Array) -> None:
     outside &= np.isfinite(values) & (values != 0)
     if outside.any():
         worst = float(values[outside].flat[0])
-        core.machine.find(
+        core.note(
             "range",
-            core.location(),
             f"activation: {function.name} needs {low:.3g} to {high:.3g}; found {worst:.3g}",
         )
 

@@ -219,7 +219,7 @@ def scalar_tensor_tensor(
     check_vector_operators(op0=first and first.op, op1=operator)
     check_stage_types(data, dst, stages)
     if dtype is not None:
-        core.machine.find("deprecated", core.location(), "scalar_tensor_tensor: dtype is ignored")
+        core.note("deprecated", "scalar_tensor_tensor: dtype is ignored")
 
     # Cost.
     function = f"{first.op.name},{operator.name}" if first is not None else operator.name

@@ -47,7 +47,7 @@ def tensor_copy(
     check_tiles(("src", src), ("dst", dst))
     if dtype is not None:
         text = f"dtype={dtype} is a word of NKI 0.1; the type of dst, {dst.dtype}, says it"
-        core.machine.find("deprecated", core.location(), text)
+        core.note("deprecated", text)
     chosen = check_engine(
         core, engine, (Engine.vector, Engine.scalar, Engine.gpsimd), Engine.vector
     )
@@ -100,9 +100,8 @@ def memset(
         if not bounds.min <= value <= bounds.max or value != int(value):
             raise IllegalOperand("value", f"an int that {dtype} can hold", repr(value))
         if isinstance(value, float):
-            core.machine.find(
+            core.note(
                 "deprecated",
-                core.location(),
                 f"memset of a {dtype} tile with the float {value!r}; an int is expected",
             )
     elif dtype.is_float:
