@@ -15,6 +15,7 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa import search
+from nki_sim.isa._arithmetic import store_wrapped
 from nki_sim.isa._checks import (
     check_dtype,
     check_on_chip,
@@ -92,8 +93,7 @@ def nc_find_index8(
     # Meaning.
     def meaning() -> None:
         positions = search.match8(data.f32(), vals.f32(), first_slot_first=True)
-        array = dst.array()
-        array[...] = positions.astype(array.dtype).reshape(array.shape)
+        store_wrapped(dst, positions)
 
     return core.issue("nc_find_index8", tr.VECTOR, facts, (dst,), (data, vals), meaning, name)
 
@@ -142,8 +142,7 @@ def nc_match_replace8(
         result[rows, positions[rows, slots]] = np.float32(imm)
         dst.store(result)
         if dst_idx is not None:
-            array = dst_idx.array()
-            array[...] = positions.astype(array.dtype).reshape(array.shape)
+            store_wrapped(dst_idx, positions)
 
     return core.issue("nc_match_replace8", tr.VECTOR, facts, writes, (data, vals), meaning, name)
 
