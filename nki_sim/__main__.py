@@ -76,12 +76,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("kernel", metavar="FILE.py:NAME", help="the function NAME of a file")
-        command.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
-        command.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
-        command.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
-        command.add_argument(
-            "--nki", choices=VERSIONS, help="version of the language (default: 0.7)"
-        )
+        _add_how(command)
         if name == "run":
             command.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the results")
         else:
@@ -92,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     text = "Run the tests of the vendor's kernel library on the simulator."
     commands.add_parser("vendor-tests", help=text)
     return parser
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    """Add what says how a kernel is run."""
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
+    parser.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
+    parser.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
+    parser.add_argument("--nki", choices=VERSIONS, help="version of the language (default: 0.7)")
 
 
 def _precedent_parser() -> argparse.ArgumentParser:
@@ -109,10 +112,7 @@ def _precedent_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precedent", dest="kernel", metavar="FILE.py:NAME", help="the function NAME of a file"
     )
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="see below")
-    parser.add_argument("--lnc", type=int, choices=(1, 2), help="cores (default: 1)")
-    parser.add_argument("--target", help="trn1, trn2 or trn3 (default: trn2)")
-    parser.add_argument("--nki", choices=VERSIONS, help="version of the language (default: 0.7)")
+    _add_how(parser)
     parser.add_argument(
         "--table", type=Path, default=TABLE, metavar="FILE", help="of uses (default: shipped)"
     )

@@ -5,6 +5,7 @@ Values are those of the public stubs (NKI 0.6).
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class matmul_perf_mode(Enum):
     double_row = "double_row"
 
 
+@functools.total_ordering
 class nc_version(Enum):
     """Generations of the NeuronCore, in order."""
 
@@ -63,15 +65,6 @@ class nc_version(Enum):
 
     def __lt__(self, other: Any) -> bool:
         return bool(self.value < other.value)
-
-    def __le__(self, other: Any) -> bool:
-        return bool(self.value <= other.value)
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(self.value > other.value)
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(self.value >= other.value)
 
 
 class dma_engine(Enum):

@@ -87,29 +87,7 @@ int64: Final = DType("int64", np.int64, "i")
 uint64: Final = DType("uint64", np.uint64, "u")
 float64: Final = DType("float64", np.float64, "f")
 
-ALL: Final = (
-    bool_,
-    int8,
-    int16,
-    int32,
-    uint8,
-    uint16,
-    uint32,
-    float16,
-    float32,
-    bfloat16,
-    tfloat32,
-    float8_e4m3,
-    float8_e4m3fn,
-    float8_e5m2,
-    float8_e8m0fnu,
-    float8_e4m3fn_x4,
-    float8_e5m2_x4,
-    float4_e2m1fn_x4,
-    int64,
-    uint64,
-    float64,
-)
+ALL: Final = tuple([each for each in tuple(globals().values()) if isinstance(each, DType)])
 FP8: Final = frozenset((float8_e4m3, float8_e4m3fn, float8_e5m2))
 _BY_NAME: Final[dict[str, DType]] = {str(d): d for d in ALL} | {
     "bool_": bool_,

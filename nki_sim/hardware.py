@@ -18,6 +18,7 @@ profile examples of neuron-agentic-development, KLR = leanprover/KLR, LIB = nki-
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -236,372 +237,282 @@ NEUTRAL: Final = {
 """Fields that change no time at this value: times of before they were there hold."""
 
 
-def _d(source: str, quick: float | None = None, slow: float | None = None) -> Provenance:
-    return Provenance("documented", source, quick, slow)
+_Sourced = tuple[float, Provenance | None]  # a number, and where it comes from
 
 
-def _m(source: str, quick: float | None = None, slow: float | None = None) -> Provenance:
-    return Provenance("measured", source, quick, slow)
+def _sourced(
+    kind: Kind, value: float, source: str, quick: float | None = None, slow: float | None = None
+) -> _Sourced:
+    return value, Provenance(kind, source, quick, slow)
 
 
-def _a(source: str, quick: float | None = None, slow: float | None = None) -> Provenance:
-    return Provenance("assumed", source, quick, slow)
+_d = functools.partial(_sourced, "documented")
+_m = functools.partial(_sourced, "measured")
+_a = functools.partial(_sourced, "assumed")
+_SOURCES: Final[dict[str, dict[str, Provenance]]] = {}
 
 
-TRN2: Final = Hardware(
-    name="trn2",
-    generation=3,
-    cores_per_chip=8,
-    partitions=128,
-    sbuf_bytes_per_partition=224 * 1024,
-    sbuf_usable_bytes_per_partition=212_984,
-    psum_banks=8,
-    psum_bank_bytes=2048,
-    hbm_bytes_per_core=12 * 1024**3,
-    tensor_clock_ghz=2.4,
-    vector_clock_ghz=0.96,
-    scalar_clock_ghz=1.2,
-    gpsimd_clock_ghz=1.2,
-    array_rows=128,
-    array_columns=128,
-    matmul_floor_cycles=112,
-    matmul_calibration_factor=1.019,
-    psum_accumulate_factor=1.0,
-    matmul_drain_ns=160.0,
-    fp32_passes=4,
-    fp32_onezero_passes=2,
-    fp32_transpose_passes=2,
-    stationary_load_speedup=4.0,
-    stationary_load_floor_cycles=16,
-    stationary_reuse_skips_load=1,
-    tile_issue_cycles=16,
-    tile_streams=2.0,
-    ramp_start_share=0.5,
-    ramp_ns=3000.0,
-    vector_overhead_cycles=144,
-    vector_floor_cycles=64,
-    vector_issue_cycles=100,
-    two_input_share=0.5,
-    two_input_16bit_share=1.0,
-    scan_share=0.5,
-    reciprocal_share=0.125,
-    wide_stride_share=1.0,
-    fast_copy_contiguous_speedup=4.0,
-    fast_copy_speedup=2.0,
-    fast_copy_fp8_speedup=2.0,
-    fast_reduce_speedup=2.0,
-    fast_memset_speedup=2.0,
-    accumulator_read_cycles=64,
-    scalar_overhead_cycles=353,
-    scalar_issue_cycles=100,
-    scalar_copy_speedup=1.0,
-    table_load_ns=1283.0,
-    gpsimd_overhead_cycles=150,
-    gpsimd_simple_overhead_cycles=100,
-    gpsimd_two_input_cycles_per_element=2.0,
-    gpsimd_power_cycles_per_element=8.0,
-    gpsimd_nonzero_cycles_per_element=8.0,
-    gpsimd_gather_block_cycles=150,
-    gpsimd_gather_cycles_per_element=2.0,
-    gpsimd_partition_reduce_cycles_per_element=32.0,
-    gpsimd_other_cycles_per_element=2.0,
-    swdge_ns=1000.0,
-    swdge_index_ns=8.0,
-    dma_engines=16,
-    dma_rows_per_engine=8,
-    dma_rings=4,
-    dma_engine_bytes_per_ns=27.2,
-    dma_run_ns=32.0,
-    dma_single_queue_run_ns=106.25,
-    dma_single_queue_bytes_per_ns=23.0,
-    dma_first_byte_ns=760.0,
-    dma_done_ns=300.0,
-    dma_static_issue_ns=50.0,
-    hwdge_ns=600.0,
-    dma_auto_issue_ns=640.0,
-    dma_transpose_hbm_share=0.9,
-    dma_transpose_sbuf_share=0.5,
-    dma_transpose_4byte_share=0.25,
-    dma_compute_share=0.5,
-    dma_skipped_row_share=0.5,
-    dma_register_ns=100.0,
-    hbm_bytes_per_ns=716.0,
-    launch_ns=11_000.0,
-    launch_pair_ns=8_500.0,
-    semaphore_ns=30.0,
-    loop_iteration_ns=300.0,
-    register_load_sbuf_ns=200.0,
-    register_load_hbm_ns=1500.0,
-    register_store_ns=200.0,
-    register_move_ns=50.0,
-    register_offset_factor=1.0,
-    core_barrier_ns=1500.0,
-    sendrecv_ns=2000.0,
-    gpsimd_sendrecv_ns=1000.0,
-    gpsimd_sendrecv_bytes_per_ns=153.0,
-    collective_base_ns=6000.0,
-    collective_hop_ns=1500.0,
-    collective_bytes_per_ns=128.0,
-    mesh_limit_bytes=1 << 20,
-    rdh_limit_bytes=56 << 20,
+def _chip(name: str, own: dict[str, _Sourced], base: Hardware | None = None) -> Hardware:
+    """Return the record of a chip and keep its sources.
+
+    What a document says of every generation stays documented in one made of another; the rest
+    counts as assumed there.
+    """
+    values: dict[str, Any] = {}
+    sources = _SOURCES[name] = {}
+    if base is not None:
+        values = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+        shared = {"partitions", "psum_banks", "psum_bank_bytes", "array_rows", "array_columns"}
+        general = ("ISA", "older ISA", "DGE", "PERF", "EXPL", "DMAOV", "CC")
+        for field, source in _SOURCES[base.name].items():
+            holds = source.kind == "documented" and source.source.startswith(general)
+            if field not in shared and not holds:
+                text = f"taken over from {base.name} to {name} ({source.source})"
+                source = Provenance("assumed", text)
+            sources[field] = source
+    for field, (value, own_source) in own.items():
+        values[field] = value
+        if own_source is not None:
+            sources[field] = own_source
+    return Hardware(**values | {"name": name})
+
+
+TRN2: Final = _chip(
+    "trn2",
+    {
+        "generation": _d(3, "ARCH2"),
+        "cores_per_chip": _d(8, "ARCH2"),
+        "partitions": _d(128, "ARCH2"),
+        "sbuf_bytes_per_partition": _d(224 * 1024, "ARCH2"),
+        "sbuf_usable_bytes_per_partition": _d(
+            212_984, "KLR Trace.lean: 16,392 bytes are held back"
+        ),
+        "psum_banks": _d(8, "ARCH2"),
+        "psum_bank_bytes": _d(2048, "ARCH2"),
+        "hbm_bytes_per_core": _d(12 * 1024**3, "CHIP: 96 GiB on 8 cores"),
+        "tensor_clock_ghz": _d(2.4, "ARCH2"),
+        "vector_clock_ghz": _d(0.96, "ARCH2"),
+        "scalar_clock_ghz": _d(1.2, "ARCH2"),
+        "gpsimd_clock_ghz": _d(1.2, "ARCH2"),
+        "array_rows": _d(128, "ARCH2"),
+        "array_columns": _d(128, "ARCH2"),
+        "matmul_floor_cycles": _m(
+            112, "PERF: the turnaround is 64 cycles on trn1; fit to QoR of LIB's mlp_tkg", 64, 128
+        ),
+        "matmul_calibration_factor": _m(1.019, "BND V2: 8,192 matmuls of N=512 in 1,781 us"),
+        "psum_accumulate_factor": _m(
+            1.0, "BND V2: matmuls that add up 32 deep run at 98 % of the peak"
+        ),
+        "matmul_drain_ns": _m(160.0, "OPT zoomed profile: 590 ns bars at 430 ns intervals"),
+        "fp32_passes": _d(4, "ARCH1: four times the bf16 cost; OPT shows 4.03"),
+        "fp32_onezero_passes": _d(2, "ISA: up to twice as fast with a one-zero operand"),
+        "fp32_transpose_passes": _d(2, "ARCH2: twice as fast as without transpose mode"),
+        "stationary_load_speedup": _d(
+            4.0, "ARCH1, PERF: up to 4x faster than streaming the same columns"
+        ),
+        "stationary_load_floor_cycles": _a(16, "no figure; a quarter of the matmul floor"),
+        "stationary_reuse_skips_load": _a(
+            1, "the compiler is taken to keep an unchanged stationary tile"
+        ),
+        "tile_issue_cycles": _a(
+            16, "ISA says that disjoint tiles run at once; the gap is not published"
+        ),
+        "tile_streams": _m(
+            2.0,
+            "ARCH2: 2 x 128 elements a cycle enter the array; fit to QoR of LIB's mlp_tkg",
+            4.0,
+            2.0,
+        ),
+        "ramp_start_share": _d(0.5, "EXPL: about 50 % of the peak at the start"),
+        "ramp_ns": _d(3000.0, "EXPL: about 3 us; the linear shape is ours"),
+        "vector_overhead_cycles": _m(
+            144,
+            "LIB topk tuner uses 144; BND copies take (512 + 145) cycles; PERF: about 100",
+            100,
+            144,
+        ),
+        "vector_floor_cycles": _d(64, "ARCH1: minimum initiation interval"),
+        "vector_issue_cycles": _d(
+            100,
+            "PERF: about 100 cycles of static overhead limit the rate; ARCH1: engines hide part of"
+            " the access to memory behind other instructions; OPT: 5,403 instructions take 553 ns"
+            " each",
+            20,
+            144,
+        ),
+        "two_input_share": _d(
+            0.5,
+            "ARCH1: about 2N cycles for two tensor inputs; older ISA cost lines: N in cases",
+            1.0,
+            0.5,
+        ),
+        "two_input_16bit_share": _a(1.0, "ARCH2 promises twice v2, base not said", 2.0, 1.0),
+        "scan_share": _d(0.5, "older ISA cost lines: 2N"),
+        "reciprocal_share": _d(0.125, "ISA: max(64, 8N)"),
+        "wide_stride_share": _a(
+            1.0, "ARCH1 has half above 16 bytes for v2; ARCH2's modes name no such rule"
+        ),
+        "fast_copy_contiguous_speedup": _d(
+            4.0, "ARCH2 performance modes: SBUF, 16 bit, contiguous"
+        ),
+        "fast_copy_speedup": _d(
+            2.0, "ARCH2 performance modes: not contiguous, or one side in PSUM"
+        ),
+        "fast_copy_fp8_speedup": _m(2.0, "RMSQ: 16,384 elements from bf16 to fp8 in 8.7 us"),
+        "fast_reduce_speedup": _d(2.0, "older ISA cost lines: bf16 add or max"),
+        "fast_memset_speedup": _d(2.0, "older ISA cost lines: zero fill of a 16-bit type"),
+        "accumulator_read_cycles": _d(64, "ARCH1"),
+        "scalar_overhead_cycles": _m(
+            353,
+            "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns; PERF: 264 cycles on"
+            " trn1",
+            264,
+            353,
+        ),
+        "scalar_issue_cycles": _d(100, "ARCH1, PERF: about 100 cycles of static overhead"),
+        "scalar_copy_speedup": _d(1.0, "ARCH2: no performance mode"),
+        "table_load_ns": _m(1283.0, "DMAOV figures 3 and 7"),
+        "gpsimd_overhead_cycles": _d(
+            150, "older ISA cost lines: iota, affine_select, local_gather"
+        ),
+        "gpsimd_simple_overhead_cycles": _a(100, "same order as the other engines"),
+        "gpsimd_two_input_cycles_per_element": _a(2.0, "not published"),
+        "gpsimd_power_cycles_per_element": _a(8.0, "not published"),
+        "gpsimd_nonzero_cycles_per_element": _a(8.0, "not published"),
+        "gpsimd_gather_block_cycles": _a(
+            150, "ISA: one instruction per 512 elements; its cost is not given"
+        ),
+        "gpsimd_gather_cycles_per_element": _a(2.0, "not published"),
+        "gpsimd_partition_reduce_cycles_per_element": _a(32.0, "not published"),
+        "gpsimd_other_cycles_per_element": _a(2.0, "not published"),
+        "swdge_ns": _a(1000.0, "DGE gives no figure; order of the hardware generator"),
+        "swdge_index_ns": _a(8.0, "not published"),
+        "dma_engines": _d(16, "ARCH2"),
+        "dma_rows_per_engine": _d(8, "DMAOV: an engine serves 8 of 128 rows"),
+        "dma_rings": _d(
+            4, "DMAOV: 16 queues on each engine; 4 and 16 fit QoR of LIB's mlp_tkg alike"
+        ),
+        "dma_engine_bytes_per_ns": _d(27.2, "DMAOV; DMABW uses 23 for planning", 27.2, 23.0),
+        "dma_run_ns": _m(
+            32.0,
+            "fit to the DMA-bound profiles: OPT naive kernel, INV mixed DGE, DMAOV [4, 4096]",
+            16.0,
+            48.0,
+        ),
+        "dma_single_queue_run_ns": _m(
+            106.25, "DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"
+        ),
+        "dma_single_queue_bytes_per_ns": _d(23.0, "DMABW, DMAOV"),
+        "dma_first_byte_ns": _m(
+            760.0,
+            "DMAOV figures 3, 5 to 7: 739 to 1,000 ns; DMABW: about 1,300 from semaphore to start",
+            739.0,
+            1_300.0,
+        ),
+        "dma_done_ns": _m(300.0, "DMAOV figures: 273 to 335 ns", 273.0, 335.0),
+        "dma_static_issue_ns": _a(50.0, "not published"),
+        "hwdge_ns": _d(600.0, "DGE: about 600 ns per transfer"),
+        "dma_auto_issue_ns": _m(
+            640.0,
+            "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns; ARCH2: two"
+            " generators, 600 ns each",
+            300.0,
+            747.0,
+        ),
+        "dma_transpose_hbm_share": _d(0.9, "ARCH2: up to 90 % of the copy rate"),
+        "dma_transpose_sbuf_share": _d(0.5, "ARCH2: up to 50 %"),
+        "dma_transpose_4byte_share": _a(0.25, "not published"),
+        "dma_compute_share": _d(0.5, "ARCH3: 50 % before v4"),
+        "dma_skipped_row_share": _a(0.5, "not published"),
+        "dma_register_ns": _a(100.0, "not published"),
+        "hbm_bytes_per_ns": _m(
+            716.0,
+            "OPT profiler: 273 GB/s shown as 38.06 %; CHIP says 2.9 TB/s for 4 stacks",
+            750.0,
+            674.0,
+        ),
+        "launch_ns": _m(11_000.0, "fit to QoR of LIB's mlp_tkg on one core", 8_000.0, 16_000.0),
+        "launch_pair_ns": _m(
+            8_500.0, "fit to QoR of LIB's mlp_tkg on two cores", 4_500.0, 12_500.0
+        ),
+        "semaphore_ns": _m(30.0, "DMAOV figures: 10 to 35 ns", 10.0, 35.0),
+        "loop_iteration_ns": _a(300.0, "not published"),
+        "register_load_sbuf_ns": _a(200.0, "not published"),
+        "register_load_hbm_ns": _a(1500.0, "not published; about one small DMA"),
+        "register_store_ns": _a(200.0, "not published"),
+        "register_move_ns": _a(50.0, "not published"),
+        "register_offset_factor": _a(
+            1.0,
+            "older ISA cost lines: at least 600 cycles for a copy on v2, four times its overhead",
+        ),
+        "core_barrier_ns": _a(1500.0, "not published; two halves of the DMA completion path"),
+        "sendrecv_ns": _a(2000.0, "not published", 1_000.0, 4_000.0),
+        "gpsimd_sendrecv_ns": _a(1000.0, "ISA calls it low latency without a figure"),
+        "gpsimd_sendrecv_bytes_per_ns": _d(153.0, "ARCH2: 307 GB/s for both directions"),
+        "collective_base_ns": _m(6000.0, "CC: nccom-test samples; platform not named there"),
+        "collective_hop_ns": _d(1500.0, "CC: 1 to 2 us per hop inside a node"),
+        "collective_bytes_per_ns": _a(128.0, "a tenth of the documented NeuronLink rate of a chip"),
+        "mesh_limit_bytes": _d(1 << 20, "CC: mesh below 1 MB"),
+        "rdh_limit_bytes": _d(56 << 20, "CC: recursive doubling and halving from 1 to 56 MB"),
+    },
 )
 """Trainium 2, one physical core (LNC2 pairs two of them)."""
 
-_TRN2_SOURCES: Final[dict[str, Provenance]] = {
-    "generation": _d("ARCH2"),
-    "cores_per_chip": _d("ARCH2"),
-    "partitions": _d("ARCH2"),
-    "sbuf_bytes_per_partition": _d("ARCH2"),
-    "sbuf_usable_bytes_per_partition": _d("KLR Trace.lean: 16,392 bytes are held back"),
-    "psum_banks": _d("ARCH2"),
-    "psum_bank_bytes": _d("ARCH2"),
-    "hbm_bytes_per_core": _d("CHIP: 96 GiB on 8 cores"),
-    "tensor_clock_ghz": _d("ARCH2"),
-    "vector_clock_ghz": _d("ARCH2"),
-    "scalar_clock_ghz": _d("ARCH2"),
-    "gpsimd_clock_ghz": _d("ARCH2"),
-    "array_rows": _d("ARCH2"),
-    "array_columns": _d("ARCH2"),
-    "matmul_floor_cycles": _m(
-        "PERF: the turnaround is 64 cycles on trn1; fit to QoR of LIB's mlp_tkg", 64, 128
-    ),
-    "matmul_calibration_factor": _m("BND V2: 8,192 matmuls of N=512 in 1,781 us"),
-    "psum_accumulate_factor": _m("BND V2: matmuls that add up 32 deep run at 98 % of the peak"),
-    "matmul_drain_ns": _m("OPT zoomed profile: 590 ns bars at 430 ns intervals"),
-    "fp32_passes": _d("ARCH1: four times the bf16 cost; OPT shows 4.03"),
-    "fp32_onezero_passes": _d("ISA: up to twice as fast with a one-zero operand"),
-    "fp32_transpose_passes": _d("ARCH2: twice as fast as without transpose mode"),
-    "stationary_load_speedup": _d("ARCH1, PERF: up to 4x faster than streaming the same columns"),
-    "stationary_load_floor_cycles": _a("no figure; a quarter of the matmul floor"),
-    "stationary_reuse_skips_load": _a("the compiler is taken to keep an unchanged stationary tile"),
-    "tile_issue_cycles": _a("ISA says that disjoint tiles run at once; the gap is not published"),
-    "tile_streams": _m(
-        "ARCH2: 2 x 128 elements a cycle enter the array; fit to QoR of LIB's mlp_tkg", 4.0, 2.0
-    ),
-    "ramp_start_share": _d("EXPL: about 50 % of the peak at the start"),
-    "ramp_ns": _d("EXPL: about 3 us; the linear shape is ours"),
-    "vector_overhead_cycles": _m(
-        "LIB topk tuner uses 144; BND copies take (512 + 145) cycles; PERF: about 100", 100, 144
-    ),
-    "vector_floor_cycles": _d("ARCH1: minimum initiation interval"),
-    "vector_issue_cycles": _d(
-        "PERF: about 100 cycles of static overhead limit the rate; ARCH1: engines hide part of the"
-        " access to memory behind other instructions; OPT: 5,403 instructions take 553 ns each",
-        20,
-        144,
-    ),
-    "two_input_share": _d(
-        "ARCH1: about 2N cycles for two tensor inputs; older ISA cost lines: N in cases", 1.0, 0.5
-    ),
-    "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said", 2.0, 1.0),
-    "scan_share": _d("older ISA cost lines: 2N"),
-    "reciprocal_share": _d("ISA: max(64, 8N)"),
-    "wide_stride_share": _a(
-        "ARCH1 has half above 16 bytes for v2; ARCH2's modes name no such rule"
-    ),
-    "fast_copy_contiguous_speedup": _d("ARCH2 performance modes: SBUF, 16 bit, contiguous"),
-    "fast_copy_speedup": _d("ARCH2 performance modes: not contiguous, or one side in PSUM"),
-    "fast_copy_fp8_speedup": _m("RMSQ: 16,384 elements from bf16 to fp8 in 8.7 us"),
-    "fast_reduce_speedup": _d("older ISA cost lines: bf16 add or max"),
-    "fast_memset_speedup": _d("older ISA cost lines: zero fill of a 16-bit type"),
-    "accumulator_read_cycles": _d("ARCH1"),
-    "scalar_overhead_cycles": _m(
-        "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns; PERF: 264 cycles on"
-        " trn1",
-        264,
-        353,
-    ),
-    "scalar_issue_cycles": _d("ARCH1, PERF: about 100 cycles of static overhead"),
-    "scalar_copy_speedup": _d("ARCH2: no performance mode"),
-    "table_load_ns": _m("DMAOV figures 3 and 7"),
-    "gpsimd_overhead_cycles": _d("older ISA cost lines: iota, affine_select, local_gather"),
-    "gpsimd_simple_overhead_cycles": _a("same order as the other engines"),
-    "gpsimd_two_input_cycles_per_element": _a("not published"),
-    "gpsimd_power_cycles_per_element": _a("not published"),
-    "gpsimd_nonzero_cycles_per_element": _a("not published"),
-    "gpsimd_gather_block_cycles": _a(
-        "ISA: one instruction per 512 elements; its cost is not given"
-    ),
-    "gpsimd_gather_cycles_per_element": _a("not published"),
-    "gpsimd_partition_reduce_cycles_per_element": _a("not published"),
-    "gpsimd_other_cycles_per_element": _a("not published"),
-    "swdge_ns": _a("DGE gives no figure; order of the hardware generator"),
-    "swdge_index_ns": _a("not published"),
-    "dma_engines": _d("ARCH2"),
-    "dma_rows_per_engine": _d("DMAOV: an engine serves 8 of 128 rows"),
-    "dma_rings": _d("DMAOV: 16 queues on each engine; 4 and 16 fit QoR of LIB's mlp_tkg alike"),
-    "dma_engine_bytes_per_ns": _d("DMAOV; DMABW uses 23 for planning", 27.2, 23.0),
-    "dma_run_ns": _m(
-        "fit to the DMA-bound profiles: OPT naive kernel, INV mixed DGE, DMAOV [4, 4096]",
-        16.0,
-        48.0,
-    ),
-    "dma_single_queue_run_ns": _m("DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"),
-    "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
-    "dma_first_byte_ns": _m(
-        "DMAOV figures 3, 5 to 7: 739 to 1,000 ns; DMABW: about 1,300 from semaphore to start",
-        739.0,
-        1_300.0,
-    ),
-    "dma_done_ns": _m("DMAOV figures: 273 to 335 ns", 273.0, 335.0),
-    "dma_static_issue_ns": _a("not published"),
-    "hwdge_ns": _d("DGE: about 600 ns per transfer"),
-    "dma_auto_issue_ns": _m(
-        "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns; ARCH2: two"
-        " generators, 600 ns each",
-        300.0,
-        747.0,
-    ),
-    "dma_transpose_hbm_share": _d("ARCH2: up to 90 % of the copy rate"),
-    "dma_transpose_sbuf_share": _d("ARCH2: up to 50 %"),
-    "dma_transpose_4byte_share": _a("not published"),
-    "dma_compute_share": _d("ARCH3: 50 % before v4"),
-    "dma_skipped_row_share": _a("not published"),
-    "dma_register_ns": _a("not published"),
-    "hbm_bytes_per_ns": _m(
-        "OPT profiler: 273 GB/s shown as 38.06 %; CHIP says 2.9 TB/s for 4 stacks",
-        750.0,
-        674.0,
-    ),
-    "launch_ns": _m("fit to QoR of LIB's mlp_tkg on one core", 8_000.0, 16_000.0),
-    "launch_pair_ns": _m("fit to QoR of LIB's mlp_tkg on two cores", 4_500.0, 12_500.0),
-    "semaphore_ns": _m("DMAOV figures: 10 to 35 ns", 10.0, 35.0),
-    "loop_iteration_ns": _a("not published"),
-    "register_load_sbuf_ns": _a("not published"),
-    "register_load_hbm_ns": _a("not published; about one small DMA"),
-    "register_store_ns": _a("not published"),
-    "register_move_ns": _a("not published"),
-    "register_offset_factor": _a(
-        "older ISA cost lines: at least 600 cycles for a copy on v2, four times its overhead"
-    ),
-    "core_barrier_ns": _a("not published; two halves of the DMA completion path"),
-    "sendrecv_ns": _a("not published", 1_000.0, 4_000.0),
-    "gpsimd_sendrecv_ns": _a("ISA calls it low latency without a figure"),
-    "gpsimd_sendrecv_bytes_per_ns": _d("ARCH2: 307 GB/s for both directions"),
-    "collective_base_ns": _m("CC: nccom-test samples; platform not named there"),
-    "collective_hop_ns": _d("CC: 1 to 2 us per hop inside a node"),
-    "collective_bytes_per_ns": _a("a tenth of the documented NeuronLink rate of a chip"),
-    "mesh_limit_bytes": _d("CC: mesh below 1 MB"),
-    "rdh_limit_bytes": _d("CC: recursive doubling and halving from 1 to 56 MB"),
-}
-
-
-def _derived(
-    base: dict[str, Provenance], changed: dict[str, Provenance], chip: str
-) -> dict[str, Provenance]:
-    """Return the sources of another generation.
-
-    What a document says of every generation stays documented; the rest counts as assumed there.
-    """
-    shared = {"partitions", "psum_banks", "psum_bank_bytes", "array_rows", "array_columns"}
-    general = ("ISA", "older ISA", "DGE", "PERF", "EXPL", "DMAOV", "CC")
-    taken = {}
-    for name, source in base.items():
-        holds = source.kind == "documented" and source.source.startswith(general)
-        if name not in shared and not holds:
-            source = _a(f"taken over from trn2 to {chip} ({source.source})")
-        taken[name] = source
-    return taken | changed
-
-
-TRN3: Final = dataclasses.replace(
+TRN3: Final = _chip(
+    "trn3",
+    {
+        "generation": _d(4, "ARCH3"),
+        "cores_per_chip": _d(8, "ARCH3"),
+        "sbuf_bytes_per_partition": _d(256 * 1024, "ARCH3"),
+        "sbuf_usable_bytes_per_partition": _d(245_752, "KLR Trace.lean"),
+        "hbm_bytes_per_core": _d(18 * 1024**3, "CHIP: 144 GiB on 8 cores"),
+        "tensor_clock_ghz": _d(2.4, "ARCH3"),
+        "vector_clock_ghz": _d(1.2, "ARCH3"),
+        "scalar_clock_ghz": _d(1.2, "ARCH3"),
+        "gpsimd_clock_ghz": _d(1.2, "ARCH3"),
+        "fast_copy_fp8_speedup": _d(4.0, "ARCH3: fp8 is as wide as 16-bit types"),
+        "scalar_copy_speedup": _d(2.0, "ARCH3: twice for bf16 and fp16"),
+        "dma_engines": _d(16, "ARCH3"),
+        "dma_engine_bytes_per_ns": _d(38.4, "DMAOV"),
+        "dma_single_queue_bytes_per_ns": _d(33.0, "DMABW, DMAOV"),
+        "dma_compute_share": _d(1.0, "ARCH3: full rate from v4 on"),
+        "hbm_bytes_per_ns": _d(1225.0, "CHIP: 4.9 TB/s for 4 stacks; ARCH3 says 4.7"),
+        "collective_bytes_per_ns": (256.0, None),
+    },
     TRN2,
-    name="trn3",
-    generation=4,
-    sbuf_bytes_per_partition=256 * 1024,
-    sbuf_usable_bytes_per_partition=245_752,
-    hbm_bytes_per_core=18 * 1024**3,
-    vector_clock_ghz=1.2,
-    fast_copy_fp8_speedup=4.0,
-    scalar_copy_speedup=2.0,
-    dma_engine_bytes_per_ns=38.4,
-    dma_single_queue_bytes_per_ns=33.0,
-    dma_compute_share=1.0,
-    hbm_bytes_per_ns=1225.0,
-    collective_bytes_per_ns=256.0,
 )
 """Trainium 3, one physical core."""
 
-TRN1: Final = dataclasses.replace(
+TRN1: Final = _chip(
+    "trn1",
+    {
+        "generation": _d(2, "ARCH1"),
+        "cores_per_chip": _d(2, "ARCH1"),
+        "sbuf_bytes_per_partition": _d(192 * 1024, "ARCH1"),
+        "sbuf_usable_bytes_per_partition": _d(180_224, "KLR Trace.lean"),
+        "hbm_bytes_per_core": _d(16 * 1024**3, "CHIP: 32 GiB on 2 cores"),
+        "tensor_clock_ghz": _d(2.8, "ARCH1"),
+        "vector_clock_ghz": _d(1.12, "ARCH1"),
+        "scalar_clock_ghz": _d(1.4, "ARCH1"),
+        "gpsimd_clock_ghz": _d(1.4, "ARCH1"),
+        "matmul_floor_cycles": _d(64, "ARCH1"),
+        "fp32_passes": _d(4, "ARCH1"),
+        "fp32_transpose_passes": _d(4, "ARCH2: the fast mode starts with v3"),
+        "ramp_start_share": _d(1.0, "EXPL: the ramp is described for Trn2 and Trn3"),
+        "two_input_16bit_share": _d(1.0, "older ISA cost lines: N for bf16 in SBUF"),
+        "wide_stride_share": _d(0.5, "ARCH1: half bandwidth above 16 bytes"),
+        "fast_copy_contiguous_speedup": _d(1.0, "ARCH2: performance modes start with v3"),
+        "fast_copy_speedup": _d(1.0, "ARCH2: performance modes start with v3"),
+        "fast_copy_fp8_speedup": _d(1.0, "ARCH2: performance modes start with v3"),
+        "scalar_overhead_cycles": _m(263, "PERF: dependent operations on one element, 264 cycles"),
+        "dma_engines": _d(16, "ARCH1"),
+        "dma_engine_bytes_per_ns": _d(27.2, "DMAOV"),
+        "dma_single_queue_bytes_per_ns": _d(17.0, "DMABW, DMAOV"),
+        "hbm_bytes_per_ns": _d(410.0, "CHIP: 0.82 TB/s for 2 cores"),
+    },
     TRN2,
-    name="trn1",
-    generation=2,
-    cores_per_chip=2,
-    sbuf_bytes_per_partition=192 * 1024,
-    sbuf_usable_bytes_per_partition=180_224,
-    hbm_bytes_per_core=16 * 1024**3,
-    tensor_clock_ghz=2.8,
-    vector_clock_ghz=1.12,
-    scalar_clock_ghz=1.4,
-    gpsimd_clock_ghz=1.4,
-    matmul_floor_cycles=64,
-    fp32_transpose_passes=4,
-    scalar_overhead_cycles=263,
-    wide_stride_share=0.5,
-    fast_copy_contiguous_speedup=1.0,
-    fast_copy_speedup=1.0,
-    fast_copy_fp8_speedup=1.0,
-    two_input_16bit_share=1.0,
-    ramp_start_share=1.0,
-    dma_single_queue_bytes_per_ns=17.0,
-    hbm_bytes_per_ns=410.0,
 )
 """Trainium 1, one core."""
-
-_SOURCES: Final[dict[str, dict[str, Provenance]]] = {
-    "trn2": _TRN2_SOURCES,
-    "trn3": _derived(
-        _TRN2_SOURCES,
-        {
-            "generation": _d("ARCH3"),
-            "cores_per_chip": _d("ARCH3"),
-            "sbuf_bytes_per_partition": _d("ARCH3"),
-            "sbuf_usable_bytes_per_partition": _d("KLR Trace.lean"),
-            "hbm_bytes_per_core": _d("CHIP: 144 GiB on 8 cores"),
-            "tensor_clock_ghz": _d("ARCH3"),
-            "vector_clock_ghz": _d("ARCH3"),
-            "scalar_clock_ghz": _d("ARCH3"),
-            "gpsimd_clock_ghz": _d("ARCH3"),
-            "scalar_copy_speedup": _d("ARCH3: twice for bf16 and fp16"),
-            "fast_copy_fp8_speedup": _d("ARCH3: fp8 is as wide as 16-bit types"),
-            "dma_engines": _d("ARCH3"),
-            "dma_engine_bytes_per_ns": _d("DMAOV"),
-            "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
-            "dma_compute_share": _d("ARCH3: full rate from v4 on"),
-            "hbm_bytes_per_ns": _d("CHIP: 4.9 TB/s for 4 stacks; ARCH3 says 4.7"),
-        },
-        "trn3",
-    ),
-    "trn1": _derived(
-        _TRN2_SOURCES,
-        {
-            "generation": _d("ARCH1"),
-            "cores_per_chip": _d("ARCH1"),
-            "sbuf_bytes_per_partition": _d("ARCH1"),
-            "sbuf_usable_bytes_per_partition": _d("KLR Trace.lean"),
-            "hbm_bytes_per_core": _d("CHIP: 32 GiB on 2 cores"),
-            "tensor_clock_ghz": _d("ARCH1"),
-            "vector_clock_ghz": _d("ARCH1"),
-            "scalar_clock_ghz": _d("ARCH1"),
-            "gpsimd_clock_ghz": _d("ARCH1"),
-            "matmul_floor_cycles": _d("ARCH1"),
-            "fp32_passes": _d("ARCH1"),
-            "fp32_transpose_passes": _d("ARCH2: the fast mode starts with v3"),
-            "scalar_overhead_cycles": _m("PERF: dependent operations on one element, 264 cycles"),
-            "wide_stride_share": _d("ARCH1: half bandwidth above 16 bytes"),
-            "fast_copy_contiguous_speedup": _d("ARCH2: performance modes start with v3"),
-            "fast_copy_speedup": _d("ARCH2: performance modes start with v3"),
-            "fast_copy_fp8_speedup": _d("ARCH2: performance modes start with v3"),
-            "two_input_16bit_share": _d("older ISA cost lines: N for bf16 in SBUF"),
-            "ramp_start_share": _d("EXPL: the ramp is described for Trn2 and Trn3"),
-            "dma_engines": _d("ARCH1"),
-            "dma_engine_bytes_per_ns": _d("DMAOV"),
-            "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
-            "hbm_bytes_per_ns": _d("CHIP: 0.82 TB/s for 2 cores"),
-        },
-        "trn1",
-    ),
-}
 
 CHIPS: Final[dict[str, Hardware]] = {"trn1": TRN1, "trn2": TRN2, "trn3": TRN3}
 """What `find` knows; `hardware_file.use_hardware` puts a measured chip in place of ours."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,6 +235,18 @@ Callers = tuple[tuple[str, int], ...]
 """File and line of calls that lead to a line, the nearest first."""
 
 
+_T = TypeVar("_T")
+
+
+def _id_of(known: dict[_T, int], kept: list[_T], item: _T) -> int:
+    """Return the place of an item in a list without repetitions, to which a new one is added."""
+    found = known.get(item)
+    if found is None:
+        found = known[item] = len(kept)
+        kept.append(item)
+    return found
+
+
 class Trace:
     """The instructions of one launch, all cores and ranks.
 
@@ -288,43 +300,23 @@ class Trace:
 
     def range_id(self, memory: MemoryRange) -> int:
         """Return the id of a memory range, the same for equal ranges. Views may cache it."""
-        found = self._range_id.get(memory)
-        if found is None:
-            found = self._range_id[memory] = len(self.ranges)
-            self.ranges.append(memory)
-        return found
+        return _id_of(self._range_id, self.ranges, memory)
 
     def facts_id(self, facts: Facts) -> int:
         """Return the id of an instruction's facts, the same for equal facts."""
-        found = self._facts_id.get(facts)
-        if found is None:
-            found = self._facts_id[facts] = len(self.facts)
-            self.facts.append(facts)
-        return found
+        return _id_of(self._facts_id, self.facts, facts)
 
     def line_id(self, file: str, line: int) -> int:
         """Return the id of a source line."""
-        key = (file, line)
-        found = self._line_id.get(key)
-        if found is None:
-            found = self._line_id[key] = len(self.lines)
-            self.lines.append((sys.intern(file), line))
-        return found
+        return _id_of(self._line_id, self.lines, (sys.intern(file), line))
 
     def op_id(self, op: str) -> int:
         """Return the id of an operation name."""
-        found = self._op_id.get(op)
-        if found is None:
-            found = self._op_id[op] = len(self.ops)
-            self.ops.append(sys.intern(op))
-        return found
+        return _id_of(self._op_id, self.ops, sys.intern(op))
 
     def note_callers(self, index: int, callers: Callers) -> None:
         """Keep the calls that led to the line of an instruction, nearest first."""
-        found = self._callers_id.get(callers)
-        if found is None:
-            found = self._callers_id[callers] = len(self.callers)
-            self.callers.append(callers)
+        found = _id_of(self._callers_id, self.callers, callers)
         missing = index - len(self._callers_of)
         self._callers_of.extend((*(0,) * missing, found))
 

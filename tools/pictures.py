@@ -42,7 +42,7 @@ def draw_expert_load(load_LE: NDArray[np.int64], path: Path, *, title: str) -> P
     bar = figure.colorbar(image, ax=axes, pad=1.6 / figure.get_figwidth())
     bar.set_label("load / mean of the layer")
     axes.set_title(title, fontsize=10, loc="left")
-    return _save(figure, path)
+    return save_figure(figure, path, bbox_inches="tight")
 
 
 def draw_padding(
@@ -76,7 +76,7 @@ def draw_padding(
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.legend(fontsize=8)
     axes.set_title(title, fontsize=10, loc="left")
-    return _save(figure, path)
+    return save_figure(figure, path, bbox_inches="tight")
 
 
 def draw_save_percent(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
@@ -109,7 +109,7 @@ def draw_save_percent(rows: Sequence[Mapping[str, Any]], path: Path, *, title: s
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(title, fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path, bbox_inches="tight")
 
 
 def draw_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
@@ -135,10 +135,11 @@ def draw_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: st
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path, bbox_inches="tight")
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
+    """Write a figure, by matplotlib's options; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, **options)
     return path

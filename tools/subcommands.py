@@ -16,8 +16,8 @@ SUBCOMMANDS = {
         "commands.compile",
         "the whole plan for a chip, and the program where there is one",
     ),
-    "tune": ("commands.tune", "the fastest block sizes and plans of a layer, as a file"),
-    "profile": ("commands.profile", "where the time of a kernel or layer goes, by source line"),
+    "tune": ("tune", "the fastest block sizes and plans of a layer, as a file"),
+    "profile": ("profile", "where the time of a kernel or layer goes, by source line"),
     "chip": ("commands.chip", f"settle it on a Trainium 2: {', '.join(chip.MENU.entries)}"),
 }
 OTHERS = {

@@ -10,7 +10,7 @@ import numpy as np
 from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import Array, float32
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.isa._checks import check_on_chip, scalar_operand
+from nki_sim.isa._checks import check_integers, check_on_chip, scalar_operand
 from nki_sim.isa.functions import ALU_OPS, REDUCE_ALIASES, AluOp
 from nki_sim.machine import Core, NkiTensor
 from nki_sim.machine.tensor import check_defined
@@ -71,8 +71,7 @@ class Stage(NamedTuple):
         op = self.op
         if op.arity == 1:
             return op.into(out, values)
-        operand = self.operand
-        other: Any = operand.f32() if type(operand) is NkiTensor else np.float32(operand)
+        other = f32_of(self.operand)
         return op.into(out, other, values) if self.reverse else op.into(out, values, other)
 
     def apply_exact(self, values: Array) -> Array:
@@ -144,6 +143,13 @@ def stage(
     return Stage(found, value, bool(reverse))
 
 
+def check_vector_operators(**operators: AluOp | None) -> None:
+    """The operators, by operand, are arithmetic of the Vector engine."""
+    for operand, found in operators.items():
+        if found is not None and (found.is_bitvec or found.gpsimd_only):
+            raise IllegalOperand(operand, "an arithmetic operator of the Vector engine", found.name)
+
+
 def check_stage_types(data: NkiTensor, dst: NkiTensor, stages: tuple[Stage, ...]) -> None:
     """Bit operators take integers only and do not mix with arithmetic; arithmetic takes floats.
 
@@ -153,11 +159,7 @@ def check_stage_types(data: NkiTensor, dst: NkiTensor, stages: tuple[Stage, ...]
         names = ", ".join(item.op.name for item in stages)
         raise IllegalOperand("op1", "two bit operators or two arithmetic operators", names)
     if stages and stages[0].op.is_bitvec:
-        for operand, tensor in (("data", data), ("dst", dst)):
-            if not tensor.dtype.is_integer:
-                raise IllegalOperand(
-                    operand, f"an integer type for {stages[0].op.name}", str(tensor.dtype)
-                )
+        check_integers(stages[0].op.name, ("data", data), ("dst", dst))
         return
     for number, item in enumerate(stages):
         operand_tensor = item.operand
@@ -214,9 +216,19 @@ def store_wrapped(dst: NkiTensor, values: Array) -> None:
         array[...] = values.astype(array.dtype).reshape(array.shape)
 
 
-def tensors_of(stages: tuple[Stage, ...]) -> list[NkiTensor]:
+def tensors_of(stages: Sequence[Stage]) -> list[NkiTensor]:
     """The (P, 1) tensors among the operands."""
-    return [item.operand for item in stages if type(item.operand) is NkiTensor]
+    return tiles_among(*[item.operand for item in stages])
+
+
+def tiles_among(*values: Any) -> list[NkiTensor]:
+    """The tensors among scalar operands."""
+    return [value for value in values if type(value) is NkiTensor]
+
+
+def f32_of(value: Any) -> Any:
+    """A scalar operand in float32: [P, 1], or one number."""
+    return value.f32() if type(value) is NkiTensor else np.float32(value)
 
 
 def is_defined(tensor: NkiTensor) -> bool:
@@ -250,10 +262,8 @@ class Accumulator(NamedTuple):
     def lanes(self, core: Core) -> Array:
         """The registers of these partitions, with the initial value loaded."""
         lanes: Array = core.accumulators[self.register][self.start : self.start + self.partitions]
-        if type(self.initial) is NkiTensor:
-            lanes[...] = self.initial.f32().reshape(-1)
-        elif self.initial is not None:
-            lanes[...] = np.float32(self.initial)
+        if self.initial is not None:
+            lanes[...] = f32_of(self.initial).reshape(-1)
         return lanes
 
     def update(self, core: Core, row_values: Array, *, negate: bool = False) -> None:

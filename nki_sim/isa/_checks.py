@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
+from nki_sim.dtypes import DType
 from nki_sim.errors import IllegalOperand
 from nki_sim.machine import Core, NkiTensor, SequencerValue, VirtualRegister
 from nki_sim.machine.geometry import Profile
@@ -25,8 +26,10 @@ _FACTS: dict[tuple[Any, ...], tr.ComputeFacts] = {}
 # Operand checks. Each raises IllegalOperand with the operand's name.
 
 
-def check_memory(operand: str, value: NkiTensor, spaces: tuple[int, ...]) -> None:
-    """The tensor is in one of the memories."""
+def check_memory(operand: str, value: Any, spaces: tuple[int, ...]) -> None:
+    """The operand is a tensor in one of the memories."""
+    if type(value) is not NkiTensor:
+        raise IllegalOperand(operand, "a tensor", repr(value))
     if value._alloc.space not in spaces:
         allowed = " or ".join(tr.SPACE_NAMES[space].upper() for space in spaces)
         raise IllegalOperand(operand, f"a tensor in {allowed}", value.buffer.name, _way_from(value))
@@ -97,6 +100,41 @@ def check_same_elements(first: tuple[str, NkiTensor], *others: tuple[str, NkiTen
                 f"{expected} elements per partition like {first[0]} {list(first[1].shape)}",
                 f"{value.geometry.elements} ({list(value.shape)})",
             )
+
+
+def check_tiles(like: tuple[str, NkiTensor], *others: tuple[str, NkiTensor]) -> None:
+    """Operands on the chip have as many partitions and elements as the first one."""
+    check_on_chip(like, *others)
+    check_same_partitions(like, *others)
+    check_same_elements(like, *others)
+
+
+def check_elements(operand: str, value: NkiTensor, count: int, what: str) -> None:
+    """The tensor has so many elements per partition; `what` says what they are."""
+    found = value.geometry.elements
+    if found != count:
+        raise IllegalOperand(operand, f"{count} {what}", str(found))
+
+
+def check_dtype(operand: str, value: NkiTensor, *allowed: DType) -> None:
+    """The tensor has one of the types."""
+    if value.dtype not in allowed:
+        names = ", ".join(map(str, allowed[:-1]))
+        expected = f"{names} or {allowed[-1]}" if names else str(allowed[-1])
+        raise IllegalOperand(operand, expected, str(value.dtype))
+
+
+def check_same_dtype(like: tuple[str, NkiTensor], other: tuple[str, NkiTensor]) -> None:
+    """Both operands have one type."""
+    if other[1].dtype is not like[1].dtype:
+        raise IllegalOperand(other[0], f"{like[1].dtype} like {like[0]}", str(other[1].dtype))
+
+
+def check_integers(operator: str, *operands: tuple[str, NkiTensor]) -> None:
+    """A bit operator takes integers."""
+    for name, value in operands:
+        if not value.dtype.is_integer:
+            raise IllegalOperand(name, f"an integer type for {operator}", str(value.dtype))
 
 
 def check_not_both_psum(first: tuple[str, NkiTensor], second: tuple[str, NkiTensor]) -> None:

@@ -174,7 +174,7 @@ class Access:
         return coverage.mask_of(Walk(base * item, shape, strides, item)), ids
 
 
-def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:
+def resolve(core: Core, operand: str, value: NkiTensor, mode: Any) -> Access:
     """Read the dynamic offset of an operand and check its range.
 
     Args:
@@ -187,15 +187,13 @@ def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:
         OutOfBounds: an index is out of range and the mode is `error`.
         LanguageError: the tensor belongs to the body of a dynamic loop that has ended.
     """
-    if type(value) is not NkiTensor:
-        raise IllegalOperand(operand, "a tensor", repr(value))
     if value._alloc.loop_depth > core.loop_depth:
         core.refuse_escaped(value)
     dynamic = value._dynamic
     if dynamic is None:
         return Access(value)
     if dynamic.kind == "vector":
-        return _resolve_vector(core, operand, value, dynamic, mode)
+        return rows_at(core, operand, value, read_indices(dynamic.index), mode)
     return _resolve_scalar(core, operand, value, dynamic, mode)
 
 
@@ -234,13 +232,6 @@ def _resolve_scalar(
     if not 0 <= shift < max(dynamic.limit, 1):
         access.valid[:] = False
     return access
-
-
-def _resolve_vector(
-    core: Core, operand: str, value: NkiTensor, dynamic: Dynamic, mode: Any
-) -> Access:
-    indices = read_indices(dynamic.index)
-    return rows_at(core, operand, value, indices, mode)
 
 
 def rows_at(core: Core, operand: str, value: NkiTensor, indices: Any, mode: Any) -> Access:

@@ -76,7 +76,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                         kwargs[key] = arg.resolve()
             written = args[0] if args else kwargs.get("dst")
             if type(written) is NkiTensor and 0 in written.shape:
-                core.machine.find("empty", core.location(), f"{name}: no element; nothing is done")
+                core.note("empty", f"{name}: no element; nothing is done")
                 return None
             try:
                 result = body(core, *args, **kwargs)

@@ -20,7 +20,7 @@ from nki_sim.constants import nc_version
 from nki_sim.constants import oob_mode as Oob
 from nki_sim.dtypes import Array, convert
 from nki_sim.errors import IllegalOperand
-from nki_sim.isa._checks import check_generation
+from nki_sim.isa._checks import check_generation, check_same_dtype
 from nki_sim.isa._dma_operand import Access, cast, check_overlap, is_same, resolve, rows_at
 from nki_sim.isa._dma_transfer import move
 from nki_sim.isa._instruction import instruction
@@ -82,15 +82,7 @@ def dma_copy(
 
     # Cost.
     facts = _facts(to, [source], mode, engine, moved=not fence)
-    trace = core.trace
-    index = core.emit(
-        "dma_copy",
-        tr.DMA,
-        facts,
-        source.range_ids(trace) + _index_ids(core, dst, src),
-        to.range_ids(trace),
-        name,
-    )
+    handle = _emit(core, "dma_copy", facts, to, [source], (dst, src), name)
 
     # Meaning.
     def combine(arrays: list[Array]) -> Array:
@@ -98,7 +90,7 @@ def dma_copy(
 
     if not fence:
         move(core, "dma_copy", to, [source], combine, _first)
-    return NkiInstruction(index, trace)
+    return handle
 
 
 @instruction(resolve=False)
@@ -127,8 +119,7 @@ def dma_transpose(
     expected = tuple(src.shape[axis] for axis in order)
     if dst.shape != expected:
         raise IllegalOperand("dst", f"shape {list(expected)}", f"{list(dst.shape)}")
-    if dst.dtype is not src.dtype:
-        raise IllegalOperand("dst", f"{src.dtype} like src", str(dst.dtype))
+    check_same_dtype(("src", src), ("dst", dst))
     if src.dtype.itemsize not in (2, 4):
         raise IllegalOperand("src", "elements of 2 or 4 bytes", str(src.dtype))
     indirect = src._dynamic is not None and src._dynamic.kind == "vector"
@@ -144,20 +135,12 @@ def dma_transpose(
 
     # Cost.
     facts = _facts(to, [source], mode, Engine.unknown, transpose=f"{src.dtype.itemsize}-byte")
-    trace = core.trace
-    index = core.emit(
-        "dma_transpose",
-        tr.DMA,
-        facts,
-        source.range_ids(trace) + _index_ids(core, dst, src),
-        to.range_ids(trace),
-        name,
-    )
+    handle = _emit(core, "dma_transpose", facts, to, [source], (dst, src), name)
 
     # Meaning: the destination is walked in the order of the source.
     to.reorder(tuple(int(axis) for axis in np.argsort(order)))
     move(core, "dma_transpose", to, [source], _first, _first)
-    return NkiInstruction(index, trace)
+    return handle
 
 
 @instruction(resolve=False)
@@ -200,9 +183,8 @@ def dma_compute(
     elif Oob(oob_mode) is Oob.skip and not indirect:
         raise IllegalOperand("oob_mode", "skip with a dynamic offset only", "static operands")
     if len(sources) == 1:
-        core.machine.find(
+        core.note(
             "deprecated",
-            core.location(),
             "dma_compute of one source copies it; list dst as a source to accumulate",
         )
     to = resolve(core, "dst", dst, oob_mode)
@@ -212,18 +194,7 @@ def dma_compute(
 
     # Cost.
     facts = _facts(to, moved, Dge.swdge if indirect else Dge.none, Engine.unknown)
-    trace = core.trace
-    reads: tuple[int, ...] = ()
-    for access in moved:
-        reads += access.range_ids(trace)
-    index = core.emit(
-        "dma_compute",
-        tr.DMA,
-        facts,
-        reads + _index_ids(core, dst, *sources),
-        to.range_ids(trace),
-        name,
-    )
+    handle = _emit(core, "dma_compute", facts, to, moved, (dst, *sources), name)
 
     # Meaning.
     def combine(arrays: list[Array]) -> Array:
@@ -234,7 +205,7 @@ def dma_compute(
         return convert(total, dst.dtype)
 
     move(core, "dma_compute", to, moved, combine, _all_of)
-    return NkiInstruction(index, trace)
+    return handle
 
 
 def _first(arrays: list[Array]) -> Array:
@@ -276,9 +247,7 @@ def _dge(core: Core, mode: Any, *operands: NkiTensor) -> Dge:
             raise IllegalOperand("dge_mode", "unknown or swdge with a vector_offset", chosen.name)
         return Dge.swdge
     if kinds and chosen is Dge.none:
-        core.machine.find(
-            "dge", core.location(), "dge_mode.none is documented for static addresses only"
-        )
+        core.note("dge", "dge_mode.none is documented for static addresses only")
     return chosen
 
 
@@ -346,7 +315,7 @@ def _gathered(core: Core, src: NkiTensor, oob_mode: Any) -> Access:
     access = rows_at(core, "src", src, numbers, oob_mode)
     if 0 < access.num_skipped < len(numbers):
         text = "a transposing gather of valid and skipped indices hangs a device (SDK issue 1390)"
-        core.machine.find("dge", core.location(), text)
+        core.note("dge", text)
     return access
 
 
@@ -364,16 +333,28 @@ def _check_unique(access: Access) -> None:
         )
 
 
-def _index_ids(core: Core, *operands: NkiTensor) -> tuple[int, ...]:
-    """Return the memory ranges of the offsets that the operands read."""
+def _emit(
+    core: Core,
+    op: str,
+    facts: tr.DmaFacts,
+    dst: Access,
+    srcs: list[Access],
+    operands: tuple[NkiTensor, ...],
+    name: str | None,
+) -> NkiInstruction:
+    """Append a data movement to the trace: it reads its sources, and the operands' offsets."""
+    trace = core.trace
     found: tuple[int, ...] = ()
+    for src in srcs:
+        found += src.range_ids(trace)
     for value in operands:
         if value._dynamic is not None and type(value._dynamic.index) is NkiTensor:
             index = value._dynamic.index.resolve()
             if index._alloc.space == tr.SBUF and not index._alloc.counted:
                 core.count_sbuf(index._alloc)
-            found += (index.range_id(core.trace),)
-    return found
+            found += (index.range_id(trace),)
+    issued = core.emit(op, tr.DMA, facts, found, dst.range_ids(trace), name)
+    return NkiInstruction(issued, trace)
 
 
 # Cost.

@@ -19,15 +19,12 @@ from nki_sim import trace as tr
 from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.isa._arithmetic import op_name
+from nki_sim.isa.functions import ALU_OPS
 from nki_sim.machine import Core, MemoryRegion, NkiInstruction, NkiTensor
 from nki_sim.machine.memory import UNKNOWN, Origin
 from nki_sim.machine.undefined import poison
 
-_REDUCTIONS: Final[dict[str, np.ufunc]] = {
-    "add": np.add,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
-}
+_REDUCTIONS: Final = ("add", "minimum", "maximum")
 _REDUCE_NAMES: Final = {"min": "minimum", "max": "maximum"}
 
 # From what the ranks sent, [rank][source], to the contents of one destination. It is applied to the
@@ -292,7 +289,7 @@ def reduction(op: Any, dtype: DType) -> Callable[[list[Array]], Array]:
     name = _REDUCE_NAMES.get(op_name(op), op_name(op))
     if name not in _REDUCTIONS:
         raise IllegalOperand("op", "nl.add, nl.minimum or nl.maximum", op_name(op) or repr(op))
-    ufunc = _REDUCTIONS[name]
+    combine = ALU_OPS[name].apply
     is_integer = dtype.is_integer
 
     def reduce(arrays: list[Array]) -> Array:
@@ -301,7 +298,7 @@ def reduction(op: Any, dtype: DType) -> Callable[[list[Array]], Array]:
         wide = np.int64 if is_integer else np.float32
         total = arrays[0].astype(wide)
         for array in arrays[1:]:
-            total = ufunc(total, array.astype(wide))
+            total = combine(total, array.astype(wide))
         return total.astype(dtype.numpy) if is_integer else dtypes.convert(total, dtype)
 
     return reduce

@@ -64,14 +64,12 @@ def _flag(compare: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
     return flags
 
 
-def _shift_left(x: Array, y: Array) -> Array:
-    bits = x.dtype.itemsize * 8
-    return np.asarray(np.where(y < bits, np.left_shift(x, np.minimum(y, bits - 1)), 0), x.dtype)
+def _shift(by: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    def shifted(x: Array, y: Array) -> Array:
+        bits = x.dtype.itemsize * 8
+        return np.asarray(np.where(y < bits, by(x, np.minimum(y, bits - 1)), 0), x.dtype)
 
-
-def _shift_right(x: Array, y: Array) -> Array:
-    bits = x.dtype.itemsize * 8
-    return np.asarray(np.where(y < bits, np.right_shift(x, np.minimum(y, bits - 1)), 0), x.dtype)
+    return shifted
 
 
 def _rsqrt(x: Array) -> Array:
@@ -120,22 +118,12 @@ _ALU_LIST = (
     AluOp("bitwise_and", "bitvec", 2, np.bitwise_and, _ALL_ONES),
     AluOp("bitwise_or", "bitvec", 2, np.bitwise_or, 0.0),
     AluOp("bitwise_xor", "bitvec", 2, np.bitwise_xor, 0.0),
-    AluOp("left_shift", "bitvec", 2, _shift_left),
-    AluOp("right_shift", "bitvec", 2, _shift_right),
+    AluOp("left_shift", "bitvec", 2, _shift(np.left_shift)),
+    AluOp("right_shift", "bitvec", 2, _shift(np.right_shift)),
 )
 # The reduction texts of the guide say nl.max and nl.min where others say nl.maximum and nl.minimum.
 ALU_OPS: Final[dict[str, AluOp]] = {op.name: op for op in _ALU_LIST}
 REDUCE_ALIASES: Final = {"max": "maximum", "min": "minimum", "sum": "add", "mult": "multiply"}
-_REDUCE_UFUNCS: Final[dict[str, np.ufunc]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
-    "bitwise_xor": np.bitwise_xor,
-}
 
 
 def reduce_last(op: AluOp, values: Array) -> Array:
@@ -143,9 +131,8 @@ def reduce_last(op: AluOp, values: Array) -> Array:
 
     NumPy keeps to it along the axis that is densest in memory only.
     """
-    ufunc = _REDUCE_UFUNCS.get(op.name)
-    if ufunc is not None:
-        return np.asarray(ufunc.reduce(np.ascontiguousarray(values), axis=-1))
+    if isinstance(op.apply, np.ufunc):
+        return np.asarray(op.apply.reduce(np.ascontiguousarray(values), axis=-1))
     if op.kind == "logical":
         nonzero = np.count_nonzero(values, axis=-1)
         flags = {"logical_and": nonzero == values.shape[-1], "logical_or": nonzero > 0}

@@ -6,6 +6,7 @@ GpSimd reads and writes SBUF only. Its eight cores see 16 partitions each.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,11 +20,15 @@ from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.isa import search
 from nki_sim.isa._arithmetic import alu, bits, is_defined, op_name, store_bits
 from nki_sim.isa._checks import (
+    check_dtype,
+    check_elements,
     check_generation,
     check_gpsimd_memory,
     check_on_chip,
+    check_same_dtype,
     check_same_elements,
     check_same_partitions,
+    check_tiles,
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
@@ -58,9 +63,7 @@ def _check_pattern(pattern: Any, dst: NkiTensor) -> tuple[tuple[int, int], ...]:
         raise IllegalOperand("pattern", "a list of [step, count] pairs", repr(pattern)) from None
     if not 1 <= len(pairs) <= _MAX_PATTERN_DIMS:
         raise IllegalOperand("pattern", "one to four [step, count] pairs", str(len(pairs)))
-    product = 1
-    for _, count in pairs:
-        product *= count
+    product = math.prod(count for _, count in pairs)
     if product != dst.geometry.elements:
         raise IllegalOperand(
             "pattern", f"counts whose product is {dst.geometry.elements} like dst", str(product)
@@ -131,10 +134,8 @@ def affine_select(
     """
     # Constraints.
     operands = (("dst", dst), ("on_true_tile", on_true_tile))
-    check_on_chip(*operands)
+    check_tiles(*operands)
     check_gpsimd_memory(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
     pairs = _check_pattern(pattern, dst)
     first = _check_int32("offset", offset)
     multiplier = _check_int32("channel_multiplier", channel_multiplier)
@@ -184,10 +185,8 @@ def local_gather(
     partitions = src_buffer.geometry.partitions
     if partitions % search.GROUP:
         raise IllegalOperand("src_buffer", "a multiple of 16 partitions", str(partitions))
-    if index.dtype is not dtypes.uint16:
-        raise IllegalOperand("index", "uint16", str(index.dtype))
-    if dst.dtype != src_buffer.dtype:
-        raise IllegalOperand("dst", f"{src_buffer.dtype} like src_buffer", str(dst.dtype))
+    check_dtype("index", index, dtypes.uint16)
+    check_same_dtype(("src_buffer", src_buffer), ("dst", dst))
     if num_elem_per_idx not in _ELEMENTS_PER_INDEX:
         raise IllegalOperand("num_elem_per_idx", "1, 2, 4, 8, 16 or 32", repr(num_elem_per_idx))
     available = index.geometry.elements * search.GROUP
@@ -198,12 +197,8 @@ def local_gather(
             f"1 to {min(available, _MAX_INDICES)} indices per core",
             repr(valid),
         )
-    if dst.geometry.elements != valid * num_elem_per_idx:
-        raise IllegalOperand(
-            "dst",
-            f"{valid * num_elem_per_idx} elements per partition (indices x num_elem_per_idx)",
-            str(dst.geometry.elements),
-        )
+    what = "elements per partition (indices x num_elem_per_idx)"
+    check_elements("dst", dst, valid * num_elem_per_idx, what)
 
     # Cost.
     facts = compute_facts(dst, (src_buffer, index), "local_gather", extent=num_elem_per_idx)
@@ -213,21 +208,19 @@ def local_gather(
         lists = index.flat()
         limit = src_buffer.geometry.elements - num_elem_per_idx
         if lists.max() > limit:
-            lists = _refuse_outside(index, lists, limit, valid)
+            used = search.lists_of_groups(lists)[:, :valid]
+            lists = _limited("index", index, lists, used, limit)
         gathered = search.gather_in_groups(src_buffer.flat(), lists, num_elem_per_idx, valid)
         dst.store(gathered)
 
     return core.issue("local_gather", tr.GPSIMD, facts, (dst,), (src_buffer, index), meaning, name)
 
 
-def _refuse_outside(index: NkiTensor, lists: Array, limit: int, valid: int) -> Array:
-    """Raise if a valid index leaves the row; unwritten indices are limited to it."""
-    groups = lists.shape[0] // search.GROUP
-    order = lists.reshape(groups, search.GROUP, -1).transpose(0, 2, 1).reshape(groups, -1)
-    used = order[:, :valid]
+def _limited(operand: str, index: NkiTensor, values: Array, used: Array, limit: int) -> Array:
+    """Raise if a used index leaves the row; unwritten indices are limited to it."""
     if used.max() > limit and is_defined(index):
-        raise OutOfBounds("index", f"positions up to {limit}", str(int(used.max())))
-    return np.minimum(lists, limit).astype(lists.dtype)
+        raise OutOfBounds(operand, f"positions up to {limit}", str(int(used.max())))
+    return np.minimum(values, limit).astype(values.dtype)
 
 
 @instruction
@@ -244,10 +237,8 @@ def nc_n_gather(
     check_gpsimd_memory(*operands)
     check_same_partitions(("data", data), ("indices", indices), ("dst", dst))
     check_same_elements(("indices", indices), ("dst", dst))
-    if indices.dtype is not dtypes.uint32:
-        raise IllegalOperand("indices", "uint32", str(indices.dtype))
-    if dst.dtype != data.dtype:
-        raise IllegalOperand("dst", f"{data.dtype} like data", str(dst.dtype))
+    check_dtype("indices", indices, dtypes.uint32)
+    check_same_dtype(("data", data), ("dst", dst))
 
     # Cost.
     facts = compute_facts(dst, (data, indices), "n_gather")
@@ -257,9 +248,7 @@ def nc_n_gather(
         positions = indices.flat().astype(np.int64)
         limit = data.geometry.elements - 1
         if positions.max() > limit:
-            if is_defined(indices):
-                raise OutOfBounds("indices", f"positions up to {limit}", str(int(positions.max())))
-            positions = np.minimum(positions, limit)
+            positions = _limited("indices", indices, positions, positions, limit)
         dst.store(np.take_along_axis(data.flat(), positions, axis=1))
 
     return core.issue("nc_n_gather", tr.GPSIMD, facts, (dst,), (data, indices), meaning, name)
@@ -285,16 +274,9 @@ def nonzero_with_count(
     check_gpsimd_memory(*operands)
     check_same_partitions(("src", src), ("dst", dst))
     elements = src.geometry.elements
-    if dst.geometry.elements != elements + 1:
-        raise IllegalOperand(
-            "dst",
-            f"{elements + 1} elements per partition, one more than src",
-            str(dst.geometry.elements),
-        )
-    if src.dtype not in (dtypes.float32, dtypes.int32):
-        raise IllegalOperand("src", "float32 or int32", str(src.dtype))
-    if dst.dtype is not dtypes.int32:
-        raise IllegalOperand("dst", "int32", str(dst.dtype))
+    check_elements("dst", dst, elements + 1, "elements per partition, one more than src")
+    check_dtype("src", src, dtypes.float32, dtypes.int32)
+    check_dtype("dst", dst, dtypes.int32)
     base = _check_int32("index_offset", index_offset)
     padding = _check_int32("padding_val", padding_val)
     rows = range(0, src.geometry.partitions, search.GROUP)
@@ -350,10 +332,8 @@ def topk(
         )
     if not 1 <= k <= n:
         raise IllegalOperand("val_dst", f"1 to n={n} elements per partition", str(k))
-    if val_dst.dtype is not dtypes.bfloat16:
-        raise IllegalOperand("val_dst", "bfloat16", str(val_dst.dtype))
-    if idx_dst.dtype is not dtypes.uint32:
-        raise IllegalOperand("idx_dst", "uint32", str(idx_dst.dtype))
+    check_dtype("val_dst", val_dst, dtypes.bfloat16)
+    check_dtype("idx_dst", idx_dst, dtypes.uint32)
 
     # Cost.
     facts = compute_facts(val_dst, (src,), "topk", extent=k)
@@ -417,13 +397,9 @@ def sequence_bounds(
     for operand, value in operands:
         if value.geometry.partitions != 1:
             raise IllegalOperand(operand, "1 partition", str(value.geometry.partitions))
-        if value.dtype not in (dtypes.float32, dtypes.int32):
-            raise IllegalOperand(operand, "float32 or int32", str(value.dtype))
+        check_dtype(operand, value, dtypes.float32, dtypes.int32)
     length = segment_ids.geometry.elements
-    if dst.geometry.elements != 2 * length:
-        raise IllegalOperand(
-            "dst", f"{2 * length} elements: start and end of each", str(dst.geometry.elements)
-        )
+    check_elements("dst", dst, 2 * length, "elements: start and end of each")
 
     # Cost.
     facts = compute_facts(dst, (segment_ids,), "sequence_bounds")

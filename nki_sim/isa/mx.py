@@ -15,26 +15,32 @@ import numpy as np
 from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
-from nki_sim.dtypes import Array, to_float32
+from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa import mx_formats
 from nki_sim.isa._checks import (
+    check_dtype,
+    check_elements,
     check_generation,
     check_memory,
-    check_partitions,
     check_same_partitions,
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
 from nki_sim.isa._products import matrix_product
-from nki_sim.isa.tensor_engine import accumulation, first_rows
+from nki_sim.isa.tensor_engine import (
+    accumulation,
+    check_in_sbuf,
+    check_in_tile,
+    check_product,
+    store_sum,
+    tile_of,
+)
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _PACKED: Final = frozenset(
     (dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4, dtypes.float4_e2m1fn_x4)
 )
-_PACKED_FP8: Final = frozenset((dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4))
-_SCALES: Final = frozenset((dtypes.uint8, dtypes.float8_e8m0fnu))
 _QUADRANT: Final = 32
 _GROUPS_PER_QUADRANT: Final = _QUADRANT // mx_formats.GROUP_PARTITIONS
 _SCALE_STARTS: Final = (0, 4, 8, 12)
@@ -43,17 +49,9 @@ _STATIONARY_MAX: Final = 128
 
 def _scale_rows(operand: str, scale: Any, data: NkiTensor, columns: int) -> list[NkiTensor]:
     """Check a scale tile and return the four rows of each quadrant that hold its bytes."""
-    if type(scale) is not NkiTensor:
-        raise IllegalOperand(operand, "a tensor", repr(scale))
     check_memory(operand, scale, (tr.SBUF,))
-    if scale.dtype not in _SCALES:
-        raise IllegalOperand(operand, "uint8 or float8_e8m0fnu", str(scale.dtype))
-    if scale.geometry.elements != columns:
-        raise IllegalOperand(
-            operand,
-            f"{columns} elements per partition, one per packed column",
-            str(scale.geometry.elements),
-        )
+    check_dtype(operand, scale, dtypes.uint8, dtypes.float8_e8m0fnu)
+    check_elements(operand, scale, columns, "elements per partition, one per packed column")
     quadrants = data.geometry.partitions // _QUADRANT
     needed = _QUADRANT * (quadrants - 1) + _GROUPS_PER_QUADRANT
     if scale.geometry.partitions < needed:
@@ -71,10 +69,7 @@ def _scale_rows(operand: str, scale: Any, data: NkiTensor, columns: int) -> list
 
 
 def _check_packed(operand: str, value: Any) -> None:
-    if type(value) is not NkiTensor:
-        raise IllegalOperand(operand, "a tensor", repr(value))
-    check_memory(operand, value, (tr.SBUF,))
-    check_partitions(operand, value)
+    check_in_sbuf(operand, value)
     if value.dtype not in _PACKED:
         raise IllegalOperand(operand, "a packed x4 type", str(value.dtype))
     if value.geometry.partitions % _QUADRANT:
@@ -118,19 +113,9 @@ def nc_matmul_mx(
         raise IllegalOperand(
             "stationary", f"an even number up to {_STATIONARY_MAX} of columns", str(m)
         )
-    if type(dst) is not NkiTensor:
-        raise IllegalOperand("dst", "a tensor", repr(dst))
     check_memory("dst", dst, (tr.PSUM,))
-    if dst.dtype not in (dtypes.float32, dtypes.bfloat16):
-        raise IllegalOperand("dst", "float32 or bfloat16", str(dst.dtype))
-    is_bf16 = dst.dtype is dtypes.bfloat16
-    limit = core.target.moving_max_bf16 if is_bf16 else core.target.moving_max
-    if n > limit:
-        raise IllegalOperand("moving", f"at most {limit} columns", str(n))
-    if dst.geometry.elements != n or dst.geometry.partitions < m:
-        raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
-    result = first_rows(dst, m)
-    check_partitions("dst", result)
+    check_dtype("dst", dst, dtypes.float32, dtypes.bfloat16)
+    result = check_product(core, dst, m, n)
     stationary_scales = _scale_rows("stationary_scale", stationary_scale, stationary, m)
     moving_scales = _scale_rows("moving_scale", moving_scale, moving, n)
     tile = _row_tile(k, stationary, tile_position, tile_size)
@@ -146,12 +131,7 @@ def nc_matmul_mx(
     def meaning() -> None:
         left = _dequantise(stationary, stationary_scales)
         product = matrix_product(left, _dequantise(moving, moving_scales))
-        if mask is not None:
-            old = result.f32().reshape(m, n)
-            product += np.where(mask.reshape(m, n), old, np.float32(0))
-        elif adds:
-            product += to_float32(result.flat())
-        result.store(product)
+        store_sum(result, product, adds, mask)
 
     reads = [stationary, moving, *stationary_scales, *moving_scales, *([result] if adds else [])]
     handle = core.issue("nc_matmul_mx", tr.TENSOR, facts, (result,), reads, meaning, name)
@@ -163,15 +143,10 @@ def nc_matmul_mx(
 
 def _row_tile(k: int, stationary: NkiTensor, position: Any, size: Any) -> tuple[int, ...]:
     """Check a row tile: (row, 0, rows, 128); empty for the whole array."""
-    if not position and not size:
+    tile = tile_of(position, size)
+    if not tile:
         return ()
-    if len(position or ()) != 2 or len(size or ()) != 2:
-        raise IllegalOperand(
-            "tile_position",
-            "two numbers each in tile_position and tile_size",
-            f"{position} and {size}",
-        )
-    (row, column), (rows, columns) = map(int, position), map(int, size)
+    row, column, rows, columns = tile
     if column != 0 or columns != 128:
         raise IllegalOperand("tile_size", "all 128 columns from column 0", f"{position}, {size}")
     if rows not in (32, 64, 128) or row % rows or row + rows > 128 or k > rows:
@@ -180,13 +155,8 @@ def _row_tile(k: int, stationary: NkiTensor, position: Any, size: Any) -> tuple[
             f"32, 64 or 128 rows at a multiple of that, at least {k}",
             f"{position}, {size}",
         )
-    if rows < 128 and stationary.geometry.start_partition != row:
-        raise IllegalOperand(
-            "stationary",
-            f"start partition {row}, the row of the tile",
-            str(stationary.geometry.start_partition),
-        )
-    return (row, column, rows, columns)
+    check_in_tile("stationary", stationary, "row", row, rows)
+    return tile
 
 
 @instruction
@@ -201,16 +171,11 @@ def quantize_mx(
     # Constraints.
     check_generation(core, nc_version.gen4, "quantize_mx")
     for operand, value in (("src", src), ("dst", dst)):
-        if type(value) is not NkiTensor:
-            raise IllegalOperand(operand, "a tensor", repr(value))
-        check_memory(operand, value, (tr.SBUF,))
-        check_partitions(operand, value)
-    if src.dtype not in (dtypes.float16, dtypes.bfloat16):
-        raise IllegalOperand("src", "float16 or bfloat16", str(src.dtype))
-    if dst.dtype not in _PACKED_FP8:
-        raise IllegalOperand("dst", "float8_e4m3fn_x4 or float8_e5m2_x4", str(dst.dtype))
-    if type(dst_scale) is NkiTensor and dst_scale.dtype is not dtypes.uint8:
-        raise IllegalOperand("dst_scale", "uint8", str(dst_scale.dtype))
+        check_in_sbuf(operand, value)
+    check_dtype("src", src, dtypes.float16, dtypes.bfloat16)
+    check_dtype("dst", dst, dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4)
+    if type(dst_scale) is NkiTensor:
+        check_dtype("dst_scale", dst_scale, dtypes.uint8)
     partitions, elements = src.geometry.partitions, src.geometry.elements
     if partitions % _QUADRANT:
         raise IllegalOperand("src", "a multiple of 32 partitions", str(partitions))
@@ -218,10 +183,7 @@ def quantize_mx(
         raise IllegalOperand("src", "a multiple of 4 elements per partition", str(elements))
     check_same_partitions(("src", src), ("dst", dst))
     columns = elements // mx_formats.GROUP_SLOTS
-    if dst.geometry.elements != columns:
-        raise IllegalOperand(
-            "dst", f"{columns} packed elements per partition", str(dst.geometry.elements)
-        )
+    check_elements("dst", dst, columns, "packed elements per partition")
     scales = _scale_rows("dst_scale", dst_scale, src, columns)
 
     # Cost.

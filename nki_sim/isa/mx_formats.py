@@ -28,10 +28,7 @@ FP8_OF_PACKED: Final[dict[str, np.dtype[Any]]] = {
 _LOW_HALF: Final = 0 if sys.byteorder == "little" else 1
 _LARGEST_EXPONENT: Final = {"float8_e4m3fn_x4": 8, "float8_e5m2_x4": 15}
 _LARGEST_FINITE: Final = {"float8_e4m3fn_x4": 448.0, "float8_e5m2_x4": 57344.0}
-_FP4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4_VALUES: Final = np.array(
-    [*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES)], dtype=np.float32
-)
+_FP4_VALUES: Final = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 _FP8_VALUES: Final = {
     name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     for name, dtype in FP8_OF_PACKED.items()

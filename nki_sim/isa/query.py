@@ -9,14 +9,15 @@ from nki_sim.machine import running
 from nki_sim.targets import Target, find_target
 
 
-def _target() -> Target:
+def running_target() -> Target:
+    """Return the limits of the generation that the running kernel is for, else of the default."""
     core = running()
     return core.target if core is not None else find_target(None)
 
 
 def get_nc_version() -> nc_version:
     """Return the generation of the NeuronCore."""
-    return _target().version
+    return running_target().version
 
 
 def get_nc_sub_version() -> Any:

@@ -19,8 +19,10 @@ from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand
+from nki_sim.isa._arithmetic import f32_of, tiles_among
 from nki_sim.isa._checks import (
     ENGINE_IDS,
+    check_dtype,
     check_engine,
     check_generation,
     check_gpsimd_memory,
@@ -78,10 +80,17 @@ def _state(core: Core, engine: Engine) -> Array:
     return state
 
 
-def _draw(core: Core, engine: Engine, start: int, partitions: int, elements: int) -> Array:
-    """Draw uint32 numbers [partitions, elements] and advance the state of these lanes."""
+def _lanes(core: Core, engine: Engine, tensor: NkiTensor) -> Array:
+    """State words of the partitions of a tensor."""
+    start = tensor.geometry.start_partition
+    return _state(core, engine)[start : start + tensor.geometry.partitions]
+
+
+def _draw(core: Core, engine: Engine, dst: NkiTensor) -> Array:
+    """Draw uint32 numbers [partitions, elements] for a tile and advance the state of its lanes."""
     generators = _GENERATORS[engine]
-    lanes = _state(core, engine)[start : start + partitions]
+    partitions, elements = dst.geometry.partitions, dst.geometry.elements
+    lanes = _lanes(core, engine, dst)
     x, y, z, w, v, d = lanes.reshape(partitions, generators, _WORDS).transpose(2, 0, 1).copy()
     steps = -(-elements // generators)
     drawn = np.empty((steps, partitions, generators), np.uint32)
@@ -110,16 +119,13 @@ def rng(
     chosen = check_engine(core, engine, allowed, Engine.vector)
     if chosen is Engine.gpsimd:
         check_gpsimd_memory(("dst", dst))
-    geometry = dst.geometry
 
     # Cost.
     facts = compute_facts(dst, (), "rng")
 
     # Meaning.
     def meaning() -> None:
-        words = _draw(
-            core, chosen, geometry.start_partition, geometry.partitions, geometry.elements
-        )
+        words = _draw(core, chosen, dst)
         array = dst.array()
         array[...] = words.astype(f"u{array.dtype.itemsize}").view(array.dtype).reshape(array.shape)
 
@@ -136,15 +142,13 @@ def rand2(
     check_on_chip(("dst", dst))
     if dst.dtype not in _RAND2_TYPES:
         raise IllegalOperand("dst", "a float or integer type", str(dst.dtype))
-    geometry = dst.geometry
     bounds = [
-        scalar_operand(core, operand, value, geometry.partitions)
+        scalar_operand(core, operand, value, dst.geometry.partitions)
         for operand, value in (("min", min), ("max", max))
     ]
-    tiles = [bound for bound in bounds if type(bound) is NkiTensor]
+    tiles = tiles_among(*bounds)
     for tile in tiles:
-        if tile.dtype is not dtypes.float32:
-            raise IllegalOperand("min, max", "float32", str(tile.dtype))
+        check_dtype("min, max", tile, dtypes.float32)
     if not tiles and not bounds[0] < bounds[1]:
         raise IllegalOperand("max", f"more than min={min}", repr(max))
 
@@ -153,13 +157,9 @@ def rand2(
 
     # Meaning.
     def meaning() -> None:
-        words = _draw(
-            core, Engine.vector, geometry.start_partition, geometry.partitions, geometry.elements
-        )
+        words = _draw(core, Engine.vector, dst)
         unit = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
-        low, high = (
-            bound.f32() if type(bound) is NkiTensor else np.float32(bound) for bound in bounds
-        )
+        low, high = map(f32_of, bounds)
         dst.store(low + unit * (high - low))
 
     return core.issue("rand2", tr.VECTOR, facts, (dst,), tiles, meaning, name)
@@ -197,8 +197,7 @@ def _state_engine(core: Core, engine: Any, operand: str, tensor: NkiTensor) -> E
     if core.target.version >= nc_version.gen4:
         allowed = (Engine.gpsimd, Engine.vector)
     chosen: Engine = check_engine(core, engine, allowed, Engine.gpsimd)
-    if tensor.dtype is not dtypes.uint32:
-        raise IllegalOperand(operand, "uint32", str(tensor.dtype))
+    check_dtype(operand, tensor, dtypes.uint32)
     words = _WORDS * _GENERATORS[chosen]
     if tensor.geometry.elements != words:
         raise IllegalOperand(
@@ -215,15 +214,13 @@ def rand_set_state(
     # Constraints.
     chosen = _state_engine(core, engine, "src_seeds", src_seeds)
     check_memory("src_seeds", src_seeds, (tr.SBUF,))
-    geometry = src_seeds.geometry
 
     # Cost.
     facts = compute_facts(src_seeds, (), "rand_set_state")
 
     # Meaning.
     def meaning() -> None:
-        lanes = slice(geometry.start_partition, geometry.start_partition + geometry.partitions)
-        _state(core, chosen)[lanes] = src_seeds.flat()
+        _lanes(core, chosen, src_seeds)[...] = src_seeds.flat()
 
     return core.issue("rand_set_state", ENGINE_IDS[chosen], facts, (), (src_seeds,), meaning, name)
 
@@ -237,15 +234,13 @@ def rand_get_state(
     chosen = _state_engine(core, engine, "dst", dst)
     if chosen is Engine.gpsimd:
         check_gpsimd_memory(("dst", dst))
-    geometry = dst.geometry
 
     # Cost.
     facts = compute_facts(dst, (), "rand_get_state")
 
     # Meaning.
     def meaning() -> None:
-        lanes = slice(geometry.start_partition, geometry.start_partition + geometry.partitions)
-        dst.array()[...] = _state(core, chosen)[lanes].reshape(dst.shape)
+        dst.array()[...] = _lanes(core, chosen, dst).reshape(dst.shape)
 
     return core.issue("rand_get_state", ENGINE_IDS[chosen], facts, (dst,), (), meaning, name)
 

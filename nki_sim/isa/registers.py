@@ -21,6 +21,8 @@ def _note(core: Core, op: str, tensor: NkiTensor | None, name: str | None = None
     index = core.emit(name or op, tr.SYNC, tr.ControlFacts(op, space), ids, ())
     if tensor is not None and space == tr.SBUF and not tensor._alloc.counted:
         core.count_sbuf(tensor._alloc)
+    if tensor is not None and tensor._alloc.shared_log is not None:
+        tensor._alloc.shared_log.read(core, tensor, core.line)
     return NkiInstruction(index, core.trace)
 
 
@@ -91,11 +93,7 @@ def _load(core: Core, dst: VirtualRegister, src: Any) -> NkiInstruction:
     check_defined(source)
     value = source.array().reshape(-1)[0]
     dst.write(int(value) if source.dtype.kind in "iub" else float(value))
-    log = source._alloc.shared_log
-    handle = _note(core, "register_load", source)
-    if log is not None:
-        log.read(core, source, core.line)
-    return handle
+    return _note(core, "register_load", source)
 
 
 @instruction
@@ -121,8 +119,6 @@ def scalar_load(core: Core, src: NkiTensor) -> NkiScalar:
     check_defined(source)
     value = int(source.array().reshape(-1)[0])
     _note(core, "register_load", source, "scalar_load")
-    if source._alloc.shared_log is not None:
-        source._alloc.shared_log.read(core, source, core.line)
     return NkiScalar(value, source.dtype)
 
 

@@ -19,22 +19,25 @@ from nki_sim.constants import nc_version, reduce_cmd
 from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa._arithmetic import (
+    Accumulator,
     Stage,
     accumulator,
     alu,
     check_result,
+    f32_of,
     op_name,
     reduction,
     result_array,
+    tensors_of,
+    tiles_among,
 )
 from nki_sim.isa._checks import (
     ENGINE_IDS,
     check_engine,
     check_generation,
     check_gpsimd_memory,
-    check_on_chip,
-    check_same_elements,
-    check_same_partitions,
+    check_same_dtype,
+    check_tiles,
     compute_facts,
     scalar_operand,
 )
@@ -48,6 +51,8 @@ from nki_sim.isa.functions import (
     reduce_last,
 )
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
+
+_Reduces = tuple[Any, NkiTensor | None, Any]  # operator, result and command of a reduction
 
 _SCALAR: Final = "scalar"
 _IDLE: Final = reduce_cmd.idle
@@ -86,9 +91,8 @@ def _check_range(core: Core, function: Activation, values: Array) -> None:
     outside &= np.isfinite(values) & (values != 0)
     if outside.any():
         worst = float(values[outside].flat[0])
-        core.machine.find(
+        core.note(
             "range",
-            core.location(),
             f"activation: {function.name} needs {low:.3g} to {high:.3g}; found {worst:.3g}",
         )
 
@@ -108,10 +112,23 @@ def _engine_id(core: Core, engine: Any, tensors: tuple[NkiTensor, ...], reduces:
     return ENGINE_IDS[chosen]
 
 
+def _registers(
+    core: Core, reduces: _Reduces, allowed: frozenset[str], data: NkiTensor
+) -> Accumulator | None:
+    """Prepare the reduction registers; None if nothing reduces."""
+    op, result, command = reduces
+    if command is _IDLE and result is None:
+        return None
+    if command not in _COMMANDS:
+        raise IllegalOperand("reduce_cmd", "idle, reset, reduce or reset_reduce", repr(command))
+    operator = ALU_OPS["add"]
+    if op is not None or command is not _IDLE:
+        operator = reduction(core, "reduce_op", op, allowed)
+    return accumulator(core, _SCALAR, operator, command, result, data)
+
+
 def _check_tiles(dst: NkiTensor, data: NkiTensor) -> None:
-    check_on_chip(("dst", dst), ("data", data))
-    check_same_partitions(("data", data), ("dst", dst))
-    check_same_elements(("data", data), ("dst", dst))
+    check_tiles(("data", data), ("dst", dst))
     for operand, value in (("dst", dst), ("data", data)):
         if value.dtype.kind == "x":
             raise IllegalOperand(operand, "an arithmetic type", str(value.dtype))
@@ -135,20 +152,8 @@ def activation(
 
     (nki.isa.activation, NKI 0.7)
     """
-    return _activate(
-        core,
-        "activation",
-        dst,
-        op,
-        data,
-        bias,
-        scale,
-        reduce_op,
-        reduce_res,
-        reduce_cmd,
-        engine,
-        name,
-    )
+    reduces = reduce_op, reduce_res, reduce_cmd
+    return _activate(core, "activation", dst, op, data, (scale, bias), reduces, engine, name)
 
 
 @instruction
@@ -169,20 +174,9 @@ def activation_reduce(
     """
     if type(reduce_res) is not NkiTensor:
         raise IllegalOperand("reduce_res", "a tensor of shape (P, 1)", repr(reduce_res))
-    return _activate(
-        core,
-        "activation_reduce",
-        dst,
-        op,
-        data,
-        bias,
-        scale,
-        reduce_op,
-        reduce_res,
-        _RESET_REDUCE,
-        Engine.scalar,
-        name,
-    )
+    factors, reduces = (scale, bias), (reduce_op, reduce_res, _RESET_REDUCE)
+    unit = Engine.scalar
+    return _activate(core, "activation_reduce", dst, op, data, factors, reduces, unit, name)
 
 
 def _activate(
@@ -191,15 +185,14 @@ def _activate(
     dst: NkiTensor,
     op: Any,
     data: NkiTensor,
-    bias: Any,
-    scale: Any,
-    reduce_op: Any,
-    reduce_res: NkiTensor | None,
-    command: Any,
+    factors: tuple[Any, Any],
+    reduces: _Reduces,
     engine: Any,
     name: str | None,
 ) -> NkiInstruction:
+    """Issue an activation with its scale and bias."""
     # Constraints.
+    (scale, bias), reduce_res = factors, reduces[1]
     _check_tiles(dst, data)
     partitions = data.geometry.partitions
     function = _function(op)
@@ -213,15 +206,8 @@ def _activate(
     elif shift is not None and core.target.version < nc_version.gen3:
         raise IllegalOperand("bias", f"a ({partitions}, 1) tensor before gen3", repr(bias))
     results = check_result("reduce_res", reduce_res, partitions)
-    registers = None
-    if command is not _IDLE or reduce_res is not None:
-        if command not in _COMMANDS:
-            raise IllegalOperand("reduce_cmd", "idle, reset, reduce or reset_reduce", repr(command))
-        operator = ALU_OPS["add"]
-        if reduce_op is not None or command is not _IDLE:
-            operator = reduction(core, "reduce_op", reduce_op, _REDUCTIONS)
-        registers = accumulator(core, _SCALAR, operator, command, reduce_res, data)
-    tiles = tuple(value for value in (shift, factor) if type(value) is NkiTensor)
+    registers = _registers(core, reduces, _REDUCTIONS, data)
+    tiles = tiles_among(shift, factor)
     chosen = _engine_id(core, engine, (dst, data, *tiles), registers is not None)
 
     # Cost.
@@ -230,14 +216,10 @@ def _activate(
     # Meaning.
     def meaning() -> None:
         values = data.f32()
-        if type(factor) is NkiTensor:
-            values = values * factor.f32()
-        elif factor != 1.0:
-            values = values * np.float32(factor)
-        if type(shift) is NkiTensor:
-            values = values + shift.f32()
-        elif shift:
-            values = values + np.float32(shift)
+        if type(factor) is NkiTensor or factor != 1.0:
+            values = values * f32_of(factor)
+        if type(shift) is NkiTensor or shift:
+            values = values + f32_of(shift)
         _check_range(core, function, values)
         out = result_array(dst, values.shape[0], ())
         values = function.into(out, values)
@@ -293,19 +275,12 @@ def activate2(
         if names[number] != "bypass":
             operand = scalar_operand(core, f"imm{number}", value, partitions)
             stages.append(Stage(alu(core, f"op{number}", code), operand, bool(reverse)))
-    tiles = [item.operand for item in stages if type(item.operand) is NkiTensor]
-    if len(tiles) == 2 and tiles[0].dtype != tiles[1].dtype:
-        raise IllegalOperand("imm1", f"{tiles[0].dtype} like imm0", str(tiles[1].dtype))
+    tiles = tensors_of(stages)
+    if len(tiles) == 2:
+        check_same_dtype(("imm0", tiles[0]), ("imm1", tiles[1]))
     results = check_result("reduce_res", reduce_res, partitions)
-    if reduce_cmd not in _COMMANDS:
-        raise IllegalOperand("reduce_cmd", "idle, reset, reduce or reset_reduce", repr(reduce_cmd))
-    registers = None
-    operator = ALU_OPS["add"]
-    if reduce_cmd is not _IDLE or reduce_res is not None:
-        if reduce_op is not None or reduce_cmd is not _IDLE:
-            operator = reduction(core, "reduce_op", reduce_op, _REDUCTIONS_GEN4)
-        registers = accumulator(core, _SCALAR, operator, reduce_cmd, reduce_res, data)
-    reads = (data, *tiles, *([slope] if type(slope) is NkiTensor else []))
+    registers = _registers(core, (reduce_op, reduce_res, reduce_cmd), _REDUCTIONS_GEN4, data)
+    reads = (data, *tiles, *tiles_among(slope))
     chosen = _engine_id(core, engine, (dst, *reads), registers is not None)
 
     # Cost.
@@ -318,12 +293,12 @@ def activate2(
         for item in stages:
             values = item.apply(values)
         if function is None:
-            values = prelu(values, slope.f32() if type(slope) is NkiTensor else slope)
+            values = prelu(values, f32_of(slope))
         else:
             _check_range(core, function, values)
             values = function.apply(values)
         dst.store(values)
         if registers is not None:
-            registers.update(core, reduce_last(operator, values))
+            registers.update(core, reduce_last(registers.op, values))
 
     return core.issue("activate2", chosen, facts, (dst, *results), reads, meaning, name)

@@ -122,6 +122,12 @@ def merge_statistics(statistics_P3n: Array) -> Array:
     return np.stack((merged, (spread.sum(axis=1) + deviation) / total), axis=1)
 
 
+def lists_of_groups(values_PC: Array) -> Array:
+    """One row per 16-partition group: its columns, one after the other."""
+    groups = values_PC.shape[0] // GROUP
+    return values_PC.reshape(groups, GROUP, -1).transpose(0, 2, 1).reshape(groups, -1)
+
+
 def gather_in_groups(data_PF: Array, index_PC: Array, elements: int, num_valid: int) -> Array:
     """Gather with one index list per 16 partitions, taken column by column.
 
@@ -134,11 +140,8 @@ def gather_in_groups(data_PF: Array, index_PC: Array, elements: int, num_valid: 
     Returns:
         [P, num_valid * elements].
     """
-    partitions = data_PF.shape[0]
-    groups = partitions // GROUP
-    lists = index_PC.reshape(groups, GROUP, -1).transpose(0, 2, 1).reshape(groups, -1)
-    starts = lists[:, :num_valid].astype(np.int64)
-    positions = (starts[:, :, None] + np.arange(elements)).reshape(groups, -1)
+    starts = lists_of_groups(index_PC)[:, :num_valid].astype(np.int64)
+    positions = (starts[:, :, None] + np.arange(elements)).reshape(len(starts), -1)
     return np.take_along_axis(data_PF, np.repeat(positions, GROUP, axis=0), axis=1)
 
 
@@ -150,8 +153,7 @@ def snake_topk(src_PC: Array, n: int, k: int) -> tuple[Array, Array]:
     Returns:
         values [P, k] ascending and positions [P, k] int64; all 16 rows of a group are the same.
     """
-    groups = src_PC.shape[0] // GROUP
-    flat = src_PC.reshape(groups, GROUP, -1).transpose(0, 2, 1).reshape(groups, -1)[:, :n]
+    flat = lists_of_groups(src_PC)[:, :n]
     positions = np.argsort(flat, axis=1, kind="stable")[:, n - k :]
     values = np.take_along_axis(flat, positions, axis=1)
     return np.repeat(values, GROUP, axis=0), np.repeat(positions, GROUP, axis=0)

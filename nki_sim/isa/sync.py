@@ -13,7 +13,7 @@ from nki_sim.constants import dma_engine as DmaEngine
 from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
 from nki_sim.errors import DivergenceError, IllegalOperand
-from nki_sim.isa._checks import ENGINE_IDS, check_generation, check_memory
+from nki_sim.isa._checks import ENGINE_IDS, check_generation, check_memory, check_same_dtype
 from nki_sim.isa._instruction import instruction
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
 from nki_sim.machine.geometry import share_bytes
@@ -84,13 +84,10 @@ def sendrecv(
     # Constraints.
     check_generation(core, nc_version.gen3, "sendrecv")
     for operand, value in (("src", src), ("dst", dst)):
-        if type(value) is not NkiTensor:
-            raise IllegalOperand(operand, "a tensor", repr(value))
         check_memory(operand, value, (tr.SBUF,))
     if src.shape != dst.shape:
         raise IllegalOperand("dst", f"shape {list(src.shape)} like src", f"{list(dst.shape)}")
-    if src.dtype is not dst.dtype:
-        raise IllegalOperand("dst", f"{src.dtype} like src", str(dst.dtype))
+    check_same_dtype(("src", src), ("dst", dst))
     if src._alloc is dst._alloc and share_bytes(src.geometry.walk, dst.geometry.walk):
         raise IllegalOperand(
             "dst",

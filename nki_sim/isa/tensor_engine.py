@@ -37,6 +37,7 @@ from nki_sim.isa._checks import (
     check_memory,
     check_on_chip,
     check_partitions,
+    check_same_dtype,
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
@@ -79,8 +80,8 @@ def nc_matmul(
     double = mode == "double_row"
     if mode not in ("none", "double_row"):
         raise IllegalOperand("perf_mode", "none or double_row", str(perf_mode))
-    _check_operand("stationary", stationary)
-    _check_operand("moving", moving)
+    check_in_sbuf("stationary", stationary)
+    check_in_sbuf("moving", moving)
     held, streamed = stationary.geometry, moving.geometry
     k, pairs = held.partitions, 2 if double else 1
     m, n = held.elements // pairs, streamed.elements // pairs
@@ -143,12 +144,7 @@ def nc_matmul(
         if out is not None:
             out += product
             return
-        if mask is not None:
-            old = result.f32().reshape(m, n)
-            product += np.where(mask.reshape(m, n), old, np.float32(0))
-        elif adds:
-            product += to_float32(result.flat())
-        result.store(product)
+        store_sum(result, product, adds, mask)
 
     reads = (stationary, moving, result) if adds else (stationary, moving)
     handle = core.issue("nc_matmul", tr.TENSOR, facts, (result,), reads, meaning, name)
@@ -174,8 +170,7 @@ def nc_transpose(
     rows, columns = data.geometry.partitions, data.geometry.elements
     default = Engine.tensor if dst._alloc.space == tr.PSUM else Engine.vector
     chosen = check_engine(core, engine, (Engine.tensor, Engine.vector), default)
-    if dst.dtype is not data.dtype:
-        raise IllegalOperand("dst", f"{data.dtype} like data", str(dst.dtype))
+    check_same_dtype(("data", data), ("dst", dst))
     limit = _VECTOR_BLOCK
     if chosen is Engine.tensor:
         check_memory("data", data, (tr.SBUF,))
@@ -209,9 +204,8 @@ def nc_transpose(
     return handle
 
 
-def _check_operand(operand: str, value: Any) -> None:
-    if type(value) is not NkiTensor:
-        raise IllegalOperand(operand, "a tensor", repr(value))
+def check_in_sbuf(operand: str, value: Any) -> None:
+    """A tensor in SBUF that keeps to the partition rule."""
     check_memory(operand, value, (tr.SBUF,))
     check_partitions(operand, value)
 
@@ -223,12 +217,34 @@ def first_rows(dst: NkiTensor, rows: int) -> NkiTensor:
     return dst._derive((rows, *dst.shape[1:]), dst.strides, dst.offset)
 
 
+def store_sum(result: NkiTensor, product_MN: Array, adds: bool, mask: Array | None) -> None:
+    """Write a product, added to what is there as `accumulation` says."""
+    if mask is not None:
+        old = result.f32().reshape(product_MN.shape)
+        product_MN += np.where(mask.reshape(product_MN.shape), old, np.float32(0))
+    elif adds:
+        product_MN += to_float32(result.flat())
+    result.store(product_MN)
+
+
+def check_product(core: Core, dst: NkiTensor, m: int, n: int) -> NkiTensor:
+    """Check the destination of a product [M, N]; return the part of it that is written."""
+    target = core.target
+    limit = target.moving_max_bf16 if dst.dtype is bfloat16 else target.moving_max
+    if n > limit:
+        raise IllegalOperand("moving", f"at most {limit} columns", str(n))
+    into = dst.geometry
+    if into.elements != n or into.partitions < m:
+        raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
+    result = first_rows(dst, m)
+    check_partitions("dst", result)
+    return result
+
+
 def _check_shapes(
     core: Core, dst: Any, stationary: Geometry, moving: Geometry, m: int, n: int
 ) -> NkiTensor:
     """Check sizes; return the part of the destination that is written."""
-    if type(dst) is not NkiTensor:
-        raise IllegalOperand("dst", "a tensor", repr(dst))
     check_memory("dst", dst, (tr.PSUM,))
     k = stationary.partitions
     if moving.partitions != k:
@@ -241,15 +257,7 @@ def _check_shapes(
         )
     if m > _STATIONARY_MAX:
         raise IllegalOperand("stationary", f"at most {_STATIONARY_MAX} columns", str(m))
-    target = core.target
-    limit = target.moving_max_bf16 if dst.dtype is bfloat16 else target.moving_max
-    if n > limit:
-        raise IllegalOperand("moving", f"at most {limit} columns", str(n))
-    into = dst.geometry
-    if into.elements != n or into.partitions < m:
-        raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
-    result = first_rows(dst, m)
-    check_partitions("dst", result)
+    result = check_product(core, dst, m, n)
     _check_bank(core, result)
     return result
 
@@ -280,9 +288,10 @@ def _check_types(
 def _check_new_types(
     core: Core, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
+    if is_transpose:
+        check_same_dtype(("stationary", stationary), ("dst", dst))
+        return
     for operand, value in (("stationary", stationary), ("moving", moving)):
-        if is_transpose:
-            continue
         if value.dtype not in _OPERANDS:
             raise IllegalOperand(
                 operand, "a floating-point type of up to 32 bits", str(value.dtype)
@@ -290,10 +299,6 @@ def _check_new_types(
         if value.dtype is float8_e4m3fn:
             check_generation(core, nc_version.gen4, "float8_e4m3fn")
     kinds = {stationary.dtype, moving.dtype}
-    if is_transpose:
-        if dst.dtype is not stationary.dtype:
-            raise IllegalOperand("dst", f"{stationary.dtype} like stationary", str(dst.dtype))
-        return
     if kinds & _WIDE and not kinds <= _WIDE:
         raise IllegalOperand(
             "moving", "float32 on both sides or on none", f"{stationary.dtype} with {moving.dtype}"
@@ -337,16 +342,10 @@ def _check_tile(
     double: bool,
 ) -> tuple[int, ...]:
     """Check the part of the array to use; return (row, column, rows, columns), empty for all."""
-    if not position and not size:
+    tile = tile_of(position, size)
+    if not tile:
         return ()
-    if len(position or ()) != 2 or len(size or ()) != 2:
-        raise IllegalOperand(
-            "tile_position",
-            "two numbers each in tile_position and tile_size",
-            f"{position} and {size}",
-        )
-    row, column = (int(v) for v in position)
-    rows, columns = (int(v) for v in size)
+    row, column, rows, columns = tile
     allowed = (64, 128) if core.target.version is nc_version.gen2 else (32, 64, 128)
     if rows not in allowed or columns not in allowed:
         raise IllegalOperand("tile_size", f"rows and columns among {allowed}", f"{(rows, columns)}")
@@ -362,19 +361,29 @@ def _check_tile(
         )
     if double and columns != 128:
         raise IllegalOperand("tile_size", "128 columns with double_row", str(columns))
-    if rows < 128 and stationary.geometry.start_partition != row:
+    check_in_tile("stationary", stationary, "row", row, rows)
+    check_in_tile("dst", result, "column", column, columns)
+    return tile
+
+
+def tile_of(position: Any, size: Any) -> tuple[int, ...]:
+    """Return (row, column, rows, columns) of a part of the array, empty for all of it."""
+    if not position and not size:
+        return ()
+    if len(position or ()) != 2 or len(size or ()) != 2:
         raise IllegalOperand(
-            "stationary",
-            f"start partition {row}, the row of the tile",
-            str(stationary.geometry.start_partition),
+            "tile_position",
+            "two numbers each in tile_position and tile_size",
+            f"{position} and {size}",
         )
-    if columns < 128 and result.geometry.start_partition != column:
-        raise IllegalOperand(
-            "dst",
-            f"start partition {column}, the column of the tile",
-            str(result.geometry.start_partition),
-        )
-    return (row, column, rows, columns)
+    return tuple([int(number) for number in (*position, *size)])
+
+
+def check_in_tile(operand: str, value: NkiTensor, side: str, at: int, length: int) -> None:
+    """What a part of the array reads or writes lies at its place."""
+    start = value.geometry.start_partition
+    if length < 128 and start != at:
+        raise IllegalOperand(operand, f"start partition {at}, the {side} of the tile", str(start))
 
 
 def _note_product(core: Core, result: NkiTensor, operands: tuple[NkiTensor, NkiTensor]) -> None:

@@ -22,6 +22,8 @@ from nki_sim.isa._arithmetic import (
     alu,
     bits,
     check_stage_types,
+    check_vector_operators,
+    f32_of,
     is_exact,
     is_integer32,
     reduction,
@@ -31,15 +33,17 @@ from nki_sim.isa._arithmetic import (
     store_bits,
     store_wrapped,
     tensors_of,
+    tiles_among,
 )
 from nki_sim.isa._checks import (
     ENGINE_IDS,
     check_engine,
     check_gpsimd_memory,
+    check_integers,
     check_not_both_psum,
     check_on_chip,
-    check_same_elements,
     check_same_partitions,
+    check_tiles,
     compute_facts,
     scalar_operand,
 )
@@ -71,9 +75,7 @@ def tensor_tensor(
     """
     # Constraints.
     operands = (("dst", dst), ("data1", data1), ("data2", data2))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     check_not_both_psum(operands[1], operands[2])
     operator = alu(core, "op", op, 2)
     integers = is_integer32(dst) and is_integer32(data1) and is_integer32(data2)
@@ -85,11 +87,7 @@ def tensor_tensor(
     if chosen is Engine.gpsimd:
         check_gpsimd_memory(*operands)
     if operator.is_bitvec:
-        for operand, value in operands:
-            if not value.dtype.is_integer:
-                raise IllegalOperand(
-                    operand, f"an integer type for {operator.name}", str(value.dtype)
-                )
+        check_integers(operator.name, *operands)
     exact = integers and chosen is Engine.gpsimd
 
     # Cost.
@@ -137,9 +135,7 @@ def tensor_scalar(
     """
     # Constraints.
     operands = (("dst", dst), ("data", data))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     partitions = data.geometry.partitions
     first = stage(core, 0, op0, operand0, reverse0, partitions)
     second = stage(core, 1, op1, operand1, reverse1, partitions)
@@ -215,19 +211,15 @@ def scalar_tensor_tensor(
     """
     # Constraints.
     operands = (("dst", dst), ("data", data), ("operand1", operand1))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     check_not_both_psum(operands[1], operands[2])
     first = stage(core, 0, op0, operand0, reverse0, data.geometry.partitions)
     operator = alu(core, "op1", op1, 2)
-    for operand, found in (("op0", first.op if first else None), ("op1", operator)):
-        if found is not None and (found.is_bitvec or found.gpsimd_only):
-            raise IllegalOperand(operand, "an arithmetic operator of the Vector engine", found.name)
     stages = (first,) if first is not None else ()
+    check_vector_operators(op0=first and first.op, op1=operator)
     check_stage_types(data, dst, stages)
     if dtype is not None:
-        core.machine.find("deprecated", core.location(), "scalar_tensor_tensor: dtype is ignored")
+        core.note("deprecated", "scalar_tensor_tensor: dtype is ignored")
 
     # Cost.
     function = f"{first.op.name},{operator.name}" if first is not None else operator.name
@@ -282,11 +274,7 @@ def tensor_reduce(
     if operator.is_bitvec:
         if negate:
             raise IllegalOperand("negate", "False for a bit operator", "True")
-        for operand, value in (("data", data), ("dst", dst)):
-            if not value.dtype.is_integer:
-                raise IllegalOperand(
-                    operand, f"an integer type for {operator.name}", str(value.dtype)
-                )
+        check_integers(operator.name, ("data", data), ("dst", dst))
 
     # Cost.
     facts = compute_facts(dst, (data,), operator.name)
@@ -317,9 +305,7 @@ def reciprocal(
 ) -> NkiInstruction:
     """Compute ``dst = 1 / data`` in float32 (nki.isa.reciprocal, NKI 0.6)."""
     # Constraints.
-    check_on_chip(("dst", dst), ("data", data))
-    check_same_partitions(("data", data), ("dst", dst))
-    check_same_elements(("data", data), ("dst", dst))
+    check_tiles(("data", data), ("dst", dst))
 
     # Cost.
     facts = compute_facts(dst, (data,), "reciprocal")
@@ -355,37 +341,21 @@ def tensor_tensor_scan(
     """
     # Constraints.
     operands = (("dst", dst), ("data0", data0), ("data1", data1))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     check_not_both_psum(operands[1], operands[2])
     partitions = data0.geometry.partitions
     start = scalar_operand(core, "initial", initial, partitions)
     first, second = alu(core, "op0", op0, 2), alu(core, "op1", op1, 2)
-    for operand, found in (("op0", first), ("op1", second)):
-        if found.is_bitvec or found.gpsimd_only:
-            raise IllegalOperand(operand, "an arithmetic operator of the Vector engine", found.name)
+    check_vector_operators(op0=first, op1=second)
 
     # Cost.
     facts = compute_facts(dst, (data0, data1), f"{first.name},{second.name}")
 
     # Meaning.
     def meaning() -> None:
-        if type(start) is NkiTensor:
-            state = start.f32().reshape(-1)
-        else:
-            state = np.full(partitions, start, np.float32)
-        dst.store(
-            search.scan(
-                data0.f32(),
-                data1.f32(),
-                state,
-                first.apply,
-                second.apply,
-                reverse0=reverse0,
-                reverse1=reverse1,
-            )
-        )
+        state = np.broadcast_to(f32_of(start).reshape(-1), partitions)
+        steps = data0.f32(), data1.f32(), state, first.apply, second.apply
+        dst.store(search.scan(*steps, reverse0=reverse0, reverse1=reverse1))
 
-    reads = (data0, data1, *([start] if type(start) is NkiTensor else []))
+    reads = (data0, data1, *tiles_among(start))
     return core.issue("tensor_tensor_scan", tr.VECTOR, facts, (dst,), reads, meaning, name)

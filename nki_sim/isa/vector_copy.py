@@ -16,8 +16,8 @@ from nki_sim.isa._checks import (
     check_gpsimd_memory,
     check_not_both_psum,
     check_on_chip,
-    check_same_elements,
-    check_same_partitions,
+    check_same_dtype,
+    check_tiles,
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
@@ -44,12 +44,10 @@ def tensor_copy(
     still write, is that of dst.
     """
     # Constraints.
-    check_on_chip(("dst", dst), ("src", src))
+    check_tiles(("src", src), ("dst", dst))
     if dtype is not None:
         text = f"dtype={dtype} is a word of NKI 0.1; the type of dst, {dst.dtype}, says it"
-        core.machine.find("deprecated", core.location(), text)
-    check_same_partitions(("src", src), ("dst", dst))
-    check_same_elements(("src", src), ("dst", dst))
+        core.note("deprecated", text)
     chosen = check_engine(
         core, engine, (Engine.vector, Engine.scalar, Engine.gpsimd), Engine.vector
     )
@@ -102,9 +100,8 @@ def memset(
         if not bounds.min <= value <= bounds.max or value != int(value):
             raise IllegalOperand("value", f"an int that {dtype} can hold", repr(value))
         if isinstance(value, float):
-            core.machine.find(
+            core.note(
                 "deprecated",
-                core.location(),
                 f"memset of a {dtype} tile with the float {value!r}; an int is expected",
             )
     elif dtype.is_float:
@@ -140,19 +137,14 @@ def tensor_copy_predicated(
     `reverse_pred` copies where it is zero (nki.isa.tensor_copy_predicated, NKI 0.6).
     """
     # Constraints.
-    check_on_chip(("dst", dst), ("predicate", predicate))
-    check_same_partitions(("dst", dst), ("predicate", predicate))
-    check_same_elements(("dst", dst), ("predicate", predicate))
+    check_tiles(("dst", dst), ("predicate", predicate))
     if predicate.dtype.kind != "u":
         raise IllegalOperand("predicate", "uint8, uint16 or uint32", str(predicate.dtype))
     is_tile = type(src) is NkiTensor
     if is_tile:
-        check_on_chip(("src", src))
-        check_same_partitions(("dst", dst), ("src", src))
-        check_same_elements(("dst", dst), ("src", src))
+        check_tiles(("dst", dst), ("src", src))
         check_not_both_psum(("src", src), ("predicate", predicate))
-        if src.dtype != dst.dtype:
-            raise IllegalOperand("src", f"{dst.dtype} like dst", str(src.dtype))
+        check_same_dtype(("dst", dst), ("src", src))
     elif not isinstance(src, int | float):
         raise IllegalOperand("src", "a tensor or a number", repr(src))
 

@@ -15,8 +15,11 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa import search
+from nki_sim.isa._arithmetic import store_wrapped
 from nki_sim.isa._checks import (
+    check_dtype,
     check_on_chip,
+    check_same_dtype,
     check_same_elements,
     check_same_partitions,
     compute_facts,
@@ -47,11 +50,6 @@ def _check_eight(operand: str, value: NkiTensor) -> None:
         raise IllegalOperand(
             operand, "8 elements per partition", f"{value.geometry.elements} ({list(value.shape)})"
         )
-
-
-def _check_index(operand: str, value: NkiTensor) -> None:
-    if value.dtype not in (dtypes.uint16, dtypes.uint32):
-        raise IllegalOperand(operand, "uint16 or uint32", str(value.dtype))
 
 
 @instruction
@@ -87,7 +85,7 @@ def nc_find_index8(
     _check_searched("data", data)
     _check_eight("vals", vals)
     _check_eight("dst", dst)
-    _check_index("dst", dst)
+    check_dtype("dst", dst, dtypes.uint16, dtypes.uint32)
 
     # Cost.
     facts = compute_facts(dst, (data, vals), "find_index8")
@@ -95,8 +93,7 @@ def nc_find_index8(
     # Meaning.
     def meaning() -> None:
         positions = search.match8(data.f32(), vals.f32(), first_slot_first=True)
-        array = dst.array()
-        array[...] = positions.astype(array.dtype).reshape(array.shape)
+        store_wrapped(dst, positions)
 
     return core.issue("nc_find_index8", tr.VECTOR, facts, (dst,), (data, vals), meaning, name)
 
@@ -130,7 +127,7 @@ def nc_match_replace8(
         check_on_chip(("dst_idx", dst_idx))
         check_same_partitions(("data", data), ("dst_idx", dst_idx))
         _check_eight("dst_idx", dst_idx)
-        _check_index("dst_idx", dst_idx)
+        check_dtype("dst_idx", dst_idx, dtypes.uint16, dtypes.uint32)
         writes.append(dst_idx)
 
     # Cost.
@@ -145,8 +142,7 @@ def nc_match_replace8(
         result[rows, positions[rows, slots]] = np.float32(imm)
         dst.store(result)
         if dst_idx is not None:
-            array = dst_idx.array()
-            array[...] = positions.astype(array.dtype).reshape(array.shape)
+            store_wrapped(dst_idx, positions)
 
     return core.issue("nc_match_replace8", tr.VECTOR, facts, writes, (data, vals), meaning, name)
 
@@ -162,8 +158,7 @@ def nc_stream_shuffle(
     # Constraints.
     check_on_chip(("dst", dst), ("src", src))
     check_same_elements(("src", src), ("dst", dst))
-    if dst.dtype != src.dtype:
-        raise IllegalOperand("dst", f"{src.dtype} like src", str(dst.dtype))
+    check_same_dtype(("src", src), ("dst", dst))
     mask = list(shuffle_mask)
     if len(mask) != _QUADRANT:
         raise IllegalOperand("shuffle_mask", "32 entries", str(len(mask)))

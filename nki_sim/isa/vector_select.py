@@ -21,17 +21,19 @@ from nki_sim.isa._arithmetic import (
     alu,
     check_result,
     check_stage_types,
+    check_vector_operators,
+    f32_of,
     op_name,
     reduction,
     stage,
     tensors_of,
+    tiles_among,
 )
 from nki_sim.isa._checks import (
+    check_dtype,
     check_generation,
     check_not_both_psum,
-    check_on_chip,
-    check_same_elements,
-    check_same_partitions,
+    check_tiles,
     compute_facts,
     scalar_operand,
 )
@@ -55,6 +57,11 @@ def _check_command(command: Any, allowed: tuple[reduce_cmd, ...]) -> None:
     if command not in allowed:
         names = ", ".join(member.name for member in allowed)
         raise IllegalOperand("reduce_cmd", names, str(getattr(command, "name", command)))
+
+
+def _check_float(operand: str, value: NkiTensor | None) -> None:
+    if value is not None and not value.dtype.is_float:
+        raise IllegalOperand(operand, "a floating-point type", str(value.dtype))
 
 
 def _forget_if_idle(core: Core, command: Any) -> None:
@@ -82,9 +89,7 @@ def select_reduce(
     """
     # Constraints.
     operands = (("dst", dst), ("predicate", predicate), ("on_true", on_true))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     check_not_both_psum(("on_true", on_true), ("predicate", predicate))
     if not (predicate.dtype.is_integer and predicate.dtype.itemsize < 4):
         raise IllegalOperand("predicate", "int8, uint8, int16 or uint16", str(predicate.dtype))
@@ -95,8 +100,7 @@ def select_reduce(
     _check_command(reduce_cmd, (_IDLE, *_COMMANDS[:2]))
     maximum = reduction(core, "reduce_op", reduce_op, _MAX_ONLY)
     results = check_result("reduce_res", reduce_res, partitions)
-    if reduce_res is not None and not reduce_res.dtype.is_float:
-        raise IllegalOperand("reduce_res", "a floating-point type", str(reduce_res.dtype))
+    _check_float("reduce_res", reduce_res)
     registers = accumulator(core, _VECTOR, maximum, reduce_cmd, reduce_res, on_true)
     _forget_if_idle(core, reduce_cmd)
 
@@ -110,13 +114,12 @@ def select_reduce(
         chosen = predicate.flat() != 0
         if reverse_pred:
             chosen = ~chosen
-        fallback = other.f32() if type(other) is NkiTensor else np.float32(other)
-        values = np.where(chosen, on_true.f32(), fallback)
+        values = np.where(chosen, on_true.f32(), f32_of(other))
         dst.store(values)
         if registers is not None:
             registers.update(core, values.max(axis=1))
 
-    reads = (predicate, on_true, *([other] if type(other) is NkiTensor else []))
+    reads = (predicate, on_true, *tiles_among(other))
     return core.issue("select_reduce", tr.VECTOR, facts, (dst, *results), reads, meaning, name)
 
 
@@ -144,12 +147,9 @@ def range_select(
     # Constraints.
     check_generation(core, nc_version.gen3, "range_select")
     operands = (("dst", dst), ("on_true_tile", on_true_tile))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     partitions, elements = on_true_tile.geometry.partitions, on_true_tile.geometry.elements
-    if not on_true_tile.dtype.is_float:
-        raise IllegalOperand("on_true_tile", "a floating-point type", str(on_true_tile.dtype))
+    _check_float("on_true_tile", on_true_tile)
     comparisons = []
     for operand, op in (("comp_op0", comp_op0), ("comp_op1", comp_op1)):
         if op_name(op) not in _COMPARISONS:
@@ -159,8 +159,7 @@ def range_select(
         if type(bound) is not NkiTensor:
             raise IllegalOperand(operand, f"a tensor of shape ({partitions}, 1)", repr(bound))
         scalar_operand(core, operand, bound, partitions)
-        if bound.dtype is not dtypes.float32:
-            raise IllegalOperand(operand, "float32", str(bound.dtype))
+        check_dtype(operand, bound, dtypes.float32)
     if not isinstance(range_start, int) or not 0 <= range_start + elements <= 1 << 24:
         raise IllegalOperand(
             "range_start", "an int with all positions below 2^24", f"{range_start!r} + {elements}"
@@ -214,16 +213,13 @@ def tensor_scalar_reduce(
     """
     # Constraints.
     operands = (("dst", dst), ("data", data))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     partitions = data.geometry.partitions
     if reverse0:
         raise IllegalOperand("reverse0", "False, as reversing is not supported", "True")
     first = stage(core, 0, op0, operand0, False, partitions)
     stages = () if first is None else (first,)
-    if any(item.op.is_bitvec or item.op.gpsimd_only for item in stages):
-        raise IllegalOperand("op0", "an arithmetic operator of the Vector engine", op_name(op0))
+    check_vector_operators(op0=first and first.op)
     check_stage_types(data, dst, stages)
     operator = reduction(core, "reduce_op", reduce_op, _TSR_REDUCTIONS)
     _check_command(reduce_cmd, _COMMANDS)
@@ -244,7 +240,7 @@ def tensor_scalar_reduce(
         if registers is not None:
             registers.update(core, reduce_last(operator, values), negate=reduce_res_negate)
 
-    reads = (data, *tensors_of(stages), *([initial] if type(initial) is NkiTensor else []))
+    reads = (data, *tensors_of(stages), *tiles_among(initial))
     return core.issue(
         "tensor_scalar_reduce", tr.VECTOR, facts, (dst, *results), reads, meaning, name
     )
@@ -264,8 +260,8 @@ def _initial(core: Core, operand: str, command: Any, value: Any, partitions: int
 def _float_operand(core: Core, operand: str, value: Any, partitions: int) -> Any:
     """A number or a float32 (P, 1) tensor."""
     found = scalar_operand(core, operand, value, partitions)
-    if type(found) is NkiTensor and found.dtype is not dtypes.float32:
-        raise IllegalOperand(operand, "float32", str(found.dtype))
+    if type(found) is NkiTensor:
+        check_dtype(operand, found, dtypes.float32)
     return found
 
 
@@ -287,17 +283,14 @@ def tensor_scalar_cumulative(
     """
     # Constraints.
     operands = (("dst", dst), ("src", src))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     partitions = src.geometry.partitions
     for operand, value in operands:
         if value.dtype.is_integer and value.dtype.itemsize == 4:
             raise IllegalOperand(operand, "a float or an 8- or 16-bit integer", str(value.dtype))
     first = stage(core, 0, op0, imm0, False, partitions)
     stages = () if first is None else (first,)
-    if any(item.op.is_bitvec or item.op.gpsimd_only for item in stages):
-        raise IllegalOperand("op0", "an arithmetic operator of the Vector engine", op_name(op0))
+    check_vector_operators(op0=first and first.op)
     if first is not None and first.op.arity == 2:
         _float_operand(core, "imm0", imm0, partitions)
     operator = reduction(core, "op1", op1, _CUMULATIVE)
@@ -321,7 +314,7 @@ def tensor_scalar_cumulative(
         dst.store(running)
         lanes[...] = running[:, -1]
 
-    reads = (src, *tensors_of(stages), *([initial] if type(initial) is NkiTensor else []))
+    reads = (src, *tensors_of(stages), *tiles_among(initial))
     return core.issue("tensor_scalar_cumulative", tr.VECTOR, facts, (dst,), reads, meaning, name)
 
 
@@ -356,9 +349,7 @@ def exponential(
     # Constraints.
     check_generation(core, nc_version.gen4, "exponential")
     operands = (("dst", dst), ("src", src))
-    check_on_chip(*operands)
-    check_same_partitions(*operands)
-    check_same_elements(*operands)
+    check_tiles(*operands)
     for operand, value in operands:
         if value.ndim > 4:
             raise IllegalOperand(operand, "at most 4 axes", str(value.ndim))
@@ -374,8 +365,7 @@ def exponential(
         )
     initial = _float_operand(core, "reduce_init", reduce_init, partitions)
     results = check_result("reduce_res", reduce_res, partitions)
-    if reduce_res is not None and not reduce_res.dtype.is_float:
-        raise IllegalOperand("reduce_res", "a floating-point type", str(reduce_res.dtype))
+    _check_float("reduce_res", reduce_res)
     registers = accumulator(core, _VECTOR, ALU_OPS["add"], reduce_cmd, reduce_res, src, initial)
     _forget_if_idle(core, reduce_cmd)
 
@@ -384,11 +374,10 @@ def exponential(
 
     # Meaning.
     def meaning() -> None:
-        less = shift.f32() if type(shift) is NkiTensor else np.float32(shift)
-        values = np.exp(src.f32() - less)
+        values = np.exp(src.f32() - f32_of(shift))
         dst.store(values)
         if registers is not None:
             registers.update(core, values.sum(axis=1))
 
-    reads = (src, *[value for value in (shift, initial) if type(value) is NkiTensor])
+    reads = (src, *tiles_among(shift, initial))
     return core.issue("exponential", tr.VECTOR, facts, (dst, *results), reads, meaning, name)

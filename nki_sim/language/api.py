@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -42,6 +42,7 @@ from nki_sim.dtypes import (
 )
 from nki_sim.errors import LanguageError
 from nki_sim.isa.operators import OPERATORS
+from nki_sim.isa.query import running_target
 from nki_sim.language import math as language_math
 from nki_sim.language.grids import (
     NkiBlockGrid,
@@ -55,8 +56,7 @@ from nki_sim.language.grids import (
 )
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.language.objects import NKIObject, create, find_region
-from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, SequencerValue, current, running
-from nki_sim.targets import Target, find_target
+from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, SequencerValue, current
 
 sbuf: Final = MemoryRegion.sbuf
 psum: Final = MemoryRegion.psum
@@ -81,32 +81,27 @@ class _TileSize(NKIObject):
     @property
     def psum_num_banks(self) -> int:
         """PSUM banks."""
-        return _target().psum_banks
+        return running_target().psum_banks
 
     @property
     def sbuf_size_bytes(self) -> int:
         """Usable bytes of SBUF over all partitions."""
-        return 128 * _target().sbuf_bytes
+        return 128 * running_target().sbuf_bytes
 
     @property
     def sbuf_fmax(self) -> int:
         """Usable float32 elements of an SBUF partition."""
-        return _target().sbuf_bytes // 4
+        return running_target().sbuf_bytes // 4
 
     @property
     def sbuf_fmax_bytes(self) -> int:
         """Usable bytes of an SBUF partition."""
-        return _target().sbuf_bytes
+        return running_target().sbuf_bytes
 
     @property
     def total_available_sbuf_size(self) -> int:
         """Usable bytes of an SBUF partition."""
-        return _target().sbuf_bytes
-
-
-def _target() -> Target:
-    core = running()
-    return core.target if core is not None else find_target(None)
+        return running_target().sbuf_bytes
 
 
 tile_size: Final = _TileSize()
@@ -221,24 +216,21 @@ def _deprecated(name: str, instead: str) -> None:
     warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
-def affine_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
-    """Python's range; deprecated."""
-    _deprecated("affine_range", "range")
-    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
+def _old_range(name: str) -> Callable[..., builtins.range]:
+    """Return Python's range under a deprecated name."""
+
+    def counted(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
+        """Python's range; deprecated."""
+        _deprecated(name, "range")
+        return builtins.range(start) if stop is None else builtins.range(start, stop, step)
+
+    counted.__name__ = counted.__qualname__ = name
+    return counted
 
 
-def sequential_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
-    """Python's range; deprecated."""
-    _deprecated("sequential_range", "range")
-    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
-
-
-def static_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
-    """Python's range; deprecated."""
-    _deprecated("static_range", "range")
-    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
-
-
+affine_range = _old_range("affine_range")
+sequential_range = _old_range("sequential_range")
+static_range = _old_range("static_range")
 range = builtins.range
 
 

@@ -26,7 +26,7 @@ import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,17 @@ def _finding(
     return Finding(path, line, column, rule.id, severity, construct, rule.why, rule.accepted)
 
 
+def _found(
+    rule: Rule, dialect: Dialect, path: str, first_line: int, node: ast.AST, detail: str
+) -> list[Finding]:
+    """Return the finding about a node, none if the dialect accepts it."""
+    severity = rule.severity(dialect)
+    if severity is None:
+        return []
+    line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
+    return [_finding(rule, severity, path, line + first_line - 1, column + 1, detail)]
+
+
 class _FunctionLinter(ast.NodeVisitor):
     """Collects the findings of one function that runs inside a kernel."""
 
@@ -154,13 +165,9 @@ class _FunctionLinter(ast.NodeVisitor):
 
     def report(self, rule_id: str, node: ast.AST, detail: str = "") -> None:
         """Record one finding, unless the dialect accepts the construct."""
-        rule = RULES[rule_id]
-        severity = rule.severity(self.dialect)
-        if severity is None:
-            return
-        line = getattr(node, "lineno", 1) + self.first_line - 1
-        column = getattr(node, "col_offset", 0) + 1
-        self.findings.append(_finding(rule, severity, self.path, line, column, detail))
+        self.findings += _found(
+            RULES[rule_id], self.dialect, self.path, self.first_line, node, detail
+        )
 
     def generic_visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith | ast.AsyncFunctionDef):
@@ -252,15 +259,11 @@ class _FunctionLinter(ast.NodeVisitor):
         self._dynamic_loops -= is_dynamic
         self._static_loops = static_outside
 
-    def visit_Break(self, node: ast.Break) -> None:
-        self._jump(node, "break")
-
-    def visit_Continue(self, node: ast.Continue) -> None:
-        self._jump(node, "continue")
-
-    def _jump(self, node: ast.stmt, word: str) -> None:
+    def _jump(self, node: ast.Break | ast.Continue) -> None:
         if self._dynamic_loops and not self._static_loops:
-            self.report("NKI025", node, word)
+            self.report("NKI025", node, type(node).__name__.lower())
+
+    visit_Break = visit_Continue = _jump
 
     def visit_Return(self, node: ast.Return) -> None:
         if self._dynamic_loops:
@@ -308,15 +311,12 @@ class _FunctionLinter(ast.NodeVisitor):
         ):
             self.report("NKI023", node, node.id)
 
-    def visit_BinOp(self, node: ast.BinOp) -> None:
+    def _operator(self, node: ast.BinOp | ast.AugAssign) -> None:
         if isinstance(node.op, ast.MatMult):
             self.report("NKI013", node)
         self.generic_visit(node)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.op, ast.MatMult):
-            self.report("NKI013", node)
-        self.generic_visit(node)
+    visit_BinOp = visit_AugAssign = _operator
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for operator, right in zip(node.ops, node.comparators, strict=True):
@@ -347,17 +347,22 @@ class _FunctionLinter(ast.NodeVisitor):
 
 def _older(tree: ast.AST, path: str, dialect: Dialect, first_line: int = 1) -> list[Finding]:
     """Return the findings about names of older dialects."""
-    findings = []
+    findings: list[Finding] = []
     for use in old_uses(tree):
         known = use.old._asdict()
         rule = RULES[use.rule]
         rule = replace(rule, why=rule.why.format(**known), accepted=rule.accepted.format(**known))
-        severity = rule.severity(dialect)
-        line, column = getattr(use.node, "lineno", 1), getattr(use.node, "col_offset", 0)
-        if severity is not None:
-            place = (path, line + first_line - 1, column + 1)
-            findings.append(_finding(rule, severity, *place, use.name))
+        findings += _found(rule, dialect, path, first_line, use.node, use.name)
     return findings
+
+
+def _lint(linter: _FunctionLinter, node: ast.AST) -> list[Finding]:
+    """Return the findings of a function or class, none of other statements."""
+    if isinstance(node, ast.ClassDef):
+        _lint_class(linter, node)
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        linter.lint_function(node)
+    return linter.findings
 
 
 def _lint_class(linter: _FunctionLinter, node: ast.ClassDef) -> None:
@@ -412,11 +417,7 @@ def lint_source(
         ]
     top_names = module_names(tree)
     if everything:
-        nodes: list[FunctionNode | ast.ClassDef] = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        ]
+        nodes: Sequence[ast.AST] = tree.body
     else:
         nodes = kernel_side(tree)
     findings: list[Finding] = []
@@ -424,11 +425,7 @@ def lint_source(
     for node in nodes:
         defined = frozenset(top_names | local_names(node))
         linter = _FunctionLinter(path, dialect, defined, 1, results)
-        if isinstance(node, ast.ClassDef):
-            _lint_class(linter, node)
-        else:
-            linter.lint_function(node)
-        findings += linter.findings
+        findings += _lint(linter, node)
     return sorted(findings + _older(tree, path, dialect))
 
 
@@ -478,11 +475,7 @@ def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "0.7") -> list
             max(first_line, 1),
             _results_in(inspect.getsourcefile(item)),
         )
-        if isinstance(node, ast.ClassDef):
-            _lint_class(linter, node)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            linter.lint_function(node)
-        findings += linter.findings
+        findings += _lint(linter, node)
         findings += _older(node, linter.path, dialect, linter.first_line)
         pending.extend(references(node, scope))
     return sorted(findings)
@@ -493,11 +486,6 @@ def _results_in(path: str | None) -> dict[str, str]:
     """Return `results_of` a file of functions."""
     source = "".join(linecache.getlines(path or ""))
     return results_of(ast.parse(source))
-
-
-def _print(lines: Iterable[object]) -> None:
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -530,7 +518,7 @@ def main(argv: list[str] | None = None) -> int:
         for path in arguments.files
         for finding in lint_file(path, dialect=arguments.dialect, everything=arguments.everything)
     ]
-    _print(findings)
+    sys.stdout.write("".join(f"{finding}\n" for finding in findings))
     return int(any(finding.severity == "error" for finding in findings))
 
 

@@ -38,13 +38,17 @@ def loop_bodies(node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield value.id, last_name(call.func)
 
 
-def local_names(node: ast.AST) -> set[str]:
-    """Names that a function binds: parameters, assignments, loop variables, inner functions."""
-    names = {
+def _stored_names(node: ast.AST) -> set[str]:
+    return {
         name.id
         for name in ast.walk(node)
         if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
     }
+
+
+def local_names(node: ast.AST) -> set[str]:
+    """Names that a function binds: parameters, assignments, loop variables, inner functions."""
+    names = _stored_names(node)
     names |= {argument.arg for argument in ast.walk(node) if isinstance(argument, ast.arg)}
     return names | {
         inner.name for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef | ast.ClassDef)
@@ -60,11 +64,7 @@ def module_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         else:
-            names |= {
-                name.id
-                for name in ast.walk(node)
-                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-            }
+            names |= _stored_names(node)
     return names
 
 
@@ -93,12 +93,8 @@ def is_jitted(node: FunctionNode) -> bool:
 
 
 def _issues_instructions(node: ast.AST, aliases: set[str]) -> bool:
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call):
-            name = dotted(call.func)
-            if name in aliases or name.rpartition(".")[0] in aliases:
-                return True
-    return False
+    called = (dotted(call.func) for call in ast.walk(node) if isinstance(call, ast.Call))
+    return any(name in aliases or name.rpartition(".")[0] in aliases for name in called)
 
 
 def _is_record(node: ast.ClassDef) -> bool:

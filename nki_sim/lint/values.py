@@ -137,17 +137,11 @@ class _ValueLinter(ast.NodeVisitor):
         if found and not (self.is_parsed and is_whole):
             self.report("NKI038", test, ast.unparse(test))
 
-    def visit_If(self, node: ast.If) -> None:
+    def _test(self, node: ast.If | ast.IfExp | ast.Assert) -> None:
         self._condition(node.test)
         self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
+    visit_If = visit_IfExp = visit_Assert = _test
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for test in node.ifs:

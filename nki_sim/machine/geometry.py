@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,14 +98,10 @@ class Geometry:
         itemsize = dtype.itemsize
         strides = tuple([stride * itemsize for stride in element_strides])
         start = offset * itemsize
-        span = itemsize
-        size = 1
-        for count, stride in zip(shape, strides, strict=True):
-            span += (count - 1) * stride
-            size *= count
+        size = math.prod(shape)
         self.walk = Walk(start, shape, strides, itemsize)
         self.start = start
-        self.end = end = start + span
+        self.end = end = _end(self.walk)
         pitch = alloc.pitch
         if start < 0 or end > alloc.size_bytes or size == 0:
             raise OutOfBounds(
@@ -202,25 +199,20 @@ def _hbm_box(
         dense = rows_span == rows_touched and touched == last - first
         return Box(row, row + rows_span, first, last, dense)
     flat = first == 0 and end % pitch == 0
-    total = item
-    for count, stride in zip(shape, strides, strict=True):
-        total *= count if stride else 1
+    moves = zip(shape, strides, strict=True)
+    total = item * math.prod(count for count, stride in moves if stride)
     return Box(row, -(-end // pitch), 0, pitch, flat and total == end - start)
 
 
 def memory_range(alloc: Allocation, geometry: Geometry) -> MemoryRange:
     """Translate a view's geometry for the trace."""
     box = geometry.box
-    run, dims = contiguous_runs(geometry.walk, skip=0 if alloc.space == HBM else 1)
+    runs = contiguous_runs(geometry.walk, skip=0 if alloc.space == HBM else 1)
     if alloc.space == HBM:
-        if not dims:
-            return MemoryRange(alloc.trace_id, 0, 1, geometry.start, geometry.end)
-        return MemoryRange(alloc.trace_id, 0, 1, geometry.start, geometry.end, run, dims)
-    if box.dense:
-        return MemoryRange(alloc.trace_id, box.row_start, box.row_end, box.byte_start, box.byte_end)
-    return MemoryRange(
-        alloc.trace_id, box.row_start, box.row_end, box.byte_start, box.byte_end, run, dims
-    )
+        area, is_dense = (0, 1, geometry.start, geometry.end), not runs[1]
+    else:
+        area, is_dense = box[:4], box.dense
+    return MemoryRange(alloc.trace_id, *area, *(() if is_dense else runs))
 
 
 def contiguous_runs(walk: Walk, skip: int) -> tuple[int, tuple[tuple[int, int], ...]]:

@@ -11,6 +11,7 @@ What is not modelled: the choice of addresses for tensors without one; the timel
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -328,9 +329,7 @@ class Allocation:
         self.dtype = dtype
         self.name = name
         self.address = address
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if space == HBM:
             self.pitch = max(1, shape[-1] * itemsize)
         else:

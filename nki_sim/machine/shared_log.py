@@ -53,21 +53,16 @@ class SharedLog:
 
     def read(self, core: _Actor, tensor: NkiTensor, line: int) -> None:
         """Note a read of a static view."""
-        self.accesses.append(
-            Access(core.index, tuple(core.clock), False, tensor.geometry.walk, None, False, line)
-        )
+        self.rows(core, tensor.geometry.walk, None, False, False, line)
 
     def write(self, core: _Actor, tensor: NkiTensor, line: int, same: bool | None = False) -> None:
         """Note a write of a static view."""
-        self.writers.add(core.index)
-        self.accesses.append(
-            Access(core.index, tuple(core.clock), True, tensor.geometry.walk, None, same, line)
-        )
+        self.rows(core, tensor.geometry.walk, None, True, same, line)
 
     def rows(
         self, core: _Actor, walk: Walk, rows: Any, is_write: bool, same: bool | None, line: int
     ) -> None:
-        """Note a gather or scatter: the walk of one row, and where the rows start."""
+        """Note an access; of a gather or scatter the walk of one row, and where the rows start."""
         if is_write:
             self.writers.add(core.index)
         self.accesses.append(

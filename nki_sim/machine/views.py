@@ -72,10 +72,7 @@ class Views:
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for count in self.shape:
-            size *= count
-        return size
+        return math.prod(self.shape)
 
     @property
     def _is_named(self) -> bool:
@@ -122,6 +119,21 @@ class Views:
         view._dynamic = dynamic
         return view
 
+    def _with_axes(
+        self,
+        start: int,
+        end: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        shift: int = 0,
+    ) -> Self:
+        """Return the view with other axes in place of `start` to below `end`, `shift` further."""
+        return self._derive(
+            (*self.shape[:start], *shape, *self.shape[end:]),
+            (*self.strides[:start], *strides, *self.strides[end:]),
+            self.offset + shift,
+        )
+
     @property
     def on_chip(self) -> bool:
         """Whether it lives in SBUF or PSUM."""
@@ -157,6 +169,12 @@ class Views:
                 self.label(), "an int32 scalar as an offset on chip", "an int64 one"
             )
 
+    def _check_first_dynamic(self, index: Any) -> None:
+        """Refuse an offset that is none, and a second one in a view."""
+        self._check_offset(index)
+        if self._dynamic is not None:
+            raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
+
     def _keep_partition(self, what: str, keeps: bool) -> None:
         if not keeps and (self.on_chip or (self._dynamic and self._dynamic.kind == "vector")):
             raise LanguageError(
@@ -169,9 +187,7 @@ class Views:
         self._keep_partition("broadcast", dim != 0)
         if self.shape[dim] != 1:
             raise LanguageError(self.label(), f"size 1 on axis {dim}", str(self.shape[dim]))
-        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
-        strides = (*self.strides[:dim], 0, *self.strides[dim + 1 :])
-        return self._derive(shape, strides, self.offset)
+        return self._with_axes(dim, dim + 1, (size,), (0,))
 
     def expand_dim(self, dim: int) -> Self:
         """Return the view with a new axis of size 1 before axis `dim`."""
@@ -180,11 +196,7 @@ class Views:
         dim %= self.ndim + 1
         self._keep_partition("expand_dim", dim != 0)
         stride = self.strides[dim] * self.shape[dim] if dim < self.ndim else 1
-        return self._derive(
-            (*self.shape[:dim], 1, *self.shape[dim:]),
-            (*self.strides[:dim], stride, *self.strides[dim:]),
-            self.offset,
-        )
+        return self._with_axes(dim, dim, (1,), (stride,))
 
     def squeeze_dim(self, dim: int) -> Self:
         """Return the view without axis `dim`, which has size 1."""
@@ -192,11 +204,7 @@ class Views:
         self._keep_partition("squeeze_dim", dim != 0)
         if self.shape[dim] != 1:
             raise LanguageError(self.label(), f"size 1 on axis {dim}", str(self.shape[dim]))
-        return self._derive(
-            (*self.shape[:dim], *self.shape[dim + 1 :]),
-            (*self.strides[:dim], *self.strides[dim + 1 :]),
-            self.offset,
-        )
+        return self._with_axes(dim, dim + 1, (), ())
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> Self:
         """Return the view with axis `dim` split into `shape`, one of which may be -1."""
@@ -205,9 +213,7 @@ class Views:
         self._keep_partition("reshape_dim", dim != 0)
         parts = list(shape)
         total = self.shape[dim]
-        known = 1
-        for part in parts:
-            known *= part if part != -1 else 1
+        known = math.prod(part for part in parts if part != -1)
         if (
             parts.count(-1) > 1
             or known == 0
@@ -221,11 +227,7 @@ class Views:
         for part in parts:
             stride //= part
             strides.append(stride)
-        return self._derive(
-            (*self.shape[:dim], *parts, *self.shape[dim + 1 :]),
-            (*self.strides[:dim], *strides, *self.strides[dim + 1 :]),
-            self.offset,
-        )
+        return self._with_axes(dim, dim + 1, parts, strides)
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> Self:
         """Return the view with axes `start_dim` to `end_dim` (inclusive) joined."""
@@ -241,25 +243,16 @@ class Views:
                 f"axes {start_dim} to {end_dim} contiguous",
                 f"shape {list(self.shape)}, strides {list(self.strides)}",
             )
-        return self._derive(
-            (*self.shape[:start_dim], joined[0], *self.shape[end_dim + 1 :]),
-            (*self.strides[:start_dim], joined[1], *self.strides[end_dim + 1 :]),
-            self.offset,
-        )
+        return self._with_axes(start_dim, end_dim + 1, joined[:1], joined[1:])
 
     def reshape(self, shape: Sequence[int]) -> Self:
         """Return the view with another shape of as many elements; the layout must allow it."""
         self._check_not_empty("reshape")
         new_shape = list(shape)
         if -1 in new_shape:
-            known = 1
-            for part in new_shape:
-                known *= part if part != -1 else 1
+            known = math.prod(part for part in new_shape if part != -1)
             new_shape = [self.size // max(1, known) if part == -1 else part for part in new_shape]
-        count = 1
-        for part in new_shape:
-            count *= part
-        if count != self.size:
+        if math.prod(new_shape) != self.size:
             raise LanguageError(self.label(), f"{self.size} elements", f"shape {new_shape}")
         self._keep_partition("reshape", bool(new_shape) and new_shape[0] == self.shape[0])
         strides = reshape_strides(self.shape, self.strides, tuple(new_shape))
@@ -307,49 +300,33 @@ class Views:
                 f"0 <= start < end <= {size} and step >= 1 on axis {dim}",
                 f"slice({start}, {end}, {step})",
             )
-        count = -(-(end - start) // step)
-        return self._derive(
-            (*self.shape[:dim], count, *self.shape[dim + 1 :]),
-            (*self.strides[:dim], self.strides[dim] * step, *self.strides[dim + 1 :]),
-            self.offset + start * self.strides[dim],
-        )
+        count, stride = -(-(end - start) // step), self.strides[dim]
+        return self._with_axes(dim, dim + 1, (count,), (stride * step,), start * stride)
 
     def select(self, dim: int, index: Any) -> Self:
         """Return the view at one index of axis `dim`: an int, a register or a (1, 1) tensor."""
         dim = self._axis(dim)
         self._keep_partition("select", dim != 0)
-        shape = (*self.shape[:dim], *self.shape[dim + 1 :])
-        strides = (*self.strides[:dim], *self.strides[dim + 1 :])
+        stride = self.strides[dim]
         if isinstance(index, (SequencerValue, Views)):
-            self._check_offset(index)
-            if self._dynamic is not None:
-                raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
-            view = self._derive(shape, strides, self.offset)
-            stride = self.strides[dim]
-            view._dynamic = Dynamic(
-                "scalar", index, stride, 0, self.offset, self.shape[dim] * stride
-            )
+            self._check_first_dynamic(index)
+            view = self._with_axes(dim, dim + 1, (), ())
+            limit = self.shape[dim] * stride
+            view._dynamic = Dynamic("scalar", index, stride, 0, self.offset, limit)
             return view
         if not 0 <= int(index) < self.shape[dim]:
             raise OutOfBounds(self.label(), f"index below {self.shape[dim]}", str(index))
-        return self._derive(shape, strides, self.offset + int(index) * self.strides[dim])
+        return self._with_axes(dim, dim + 1, (), (), int(index) * stride)
 
     def vector_select(self, dim: int, vector_offset: Views) -> Self:
         """Return the view whose row p is row `vector_offset[p]` of this HBM tensor."""
         if dim != 0 or self.on_chip:
             raise LanguageError(self.label(), "axis 0 of a tensor in HBM", f"axis {dim}")
-        self._check_offset(vector_offset)
-        if self._dynamic is not None:
-            raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
+        self._check_first_dynamic(vector_offset)
         view = self._derive((vector_offset.size, *self.shape[1:]), self.strides, self.offset)
-        view._dynamic = Dynamic(
-            "vector",
-            vector_offset,
-            self.strides[0],
-            self.offset,
-            0,
-            self.shape[0] * self.strides[0],
-        )
+        stride = self.strides[0]
+        limit = self.shape[0] * stride
+        view._dynamic = Dynamic("vector", vector_offset, stride, self.offset, 0, limit)
         return view
 
     def ap(
@@ -408,9 +385,7 @@ class Views:
             return view
         if scalar_offset is not None and vector_offset is not None:
             raise LanguageError(self.label(), "scalar_offset or vector_offset", "both")
-        multiplier = 1
-        for count in self.shape[indirect_dim + 1 :]:
-            multiplier *= count
+        multiplier = math.prod(self.shape[indirect_dim + 1 :])
         if ratio_from != ratio_to:
             raise LanguageError(
                 self.label(),

@@ -23,7 +23,7 @@ import itertools
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,7 +259,12 @@ class _Regions:
 
 
 class _Core:
-    """Finds the edges of one core's stream."""
+    """Finds the edges of one core's stream.
+
+    Of the readers of a region the last of each queue is known, and order inside a queue is implied.
+    """
+
+    _keeps_all = False
 
     def __init__(
         self,
@@ -290,6 +295,7 @@ class _Core:
         self._keys: dict[int, list[tuple[int, int]]] = {}
         self._stationary: dict[tuple[int, ...], tuple[int, int]] = {}
         self._register_load = -1
+        self._overwritten: set[int] = set()
 
     def run(
         self,
@@ -440,7 +446,7 @@ class _Core:
 
     def _read(self, index: int, queue: int, region: int, memory: int) -> int:
         """Add the edges of a read; return the last instruction that wrote any of it, or -1."""
-        writers, queue_of = self._writer, self._graph.queue
+        writers, queue_of, keeps_all = self._writer, self._graph.queue, self._keeps_all
         accumulates = queue == self._tensor_queue
         latest = -1
         for other in self._overlaps[region] or self._others(region, memory):
@@ -449,41 +455,52 @@ class _Core:
                 continue
             if writer > latest:
                 latest = writer
+            if writer == index:
+                continue
             # Matmuls accumulate in order without waiting for each other.
-            if writer != index and not (accumulates and queue_of[writer] == queue):
+            if not (accumulates and queue_of[writer] == queue):
                 self._append(writer << 32 | index << 1)
+            elif keeps_all:
+                self._append(writer << 32 | index << 1 | DONE)
         readers = self._readers.get(region)
-        if readers is None:
-            self._readers[region] = {queue: index}
+        reader = index if keeps_all else queue
+        if readers is None or region in self._overwritten:
+            self._overwritten.discard(region)
+            self._readers[region] = {reader: index}
         else:
-            readers[queue] = index
+            readers[reader] = index
         self._use(memory, queue, index)
         return latest
 
     def _write(self, index: int, queue: int, region: int, memory: int) -> None:
         """Add the edges of a write and forget what it overwrote."""
         writers, readers, queue_of = self._writer, self._readers, self._graph.queue
-        fresh = True
+        keeps_all, fresh = self._keeps_all, True
         for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer >= 0:
                 fresh = False
-                if writer != index and queue_of[writer] != queue:
+                if queue_of[writer] != queue:
                     self._append(writer << 32 | index << 1)
+                elif keeps_all and writer != index:
+                    self._append(writer << 32 | index << 1 | DONE)
             reading = readers.get(other)
             if reading:
                 fresh = False
-                for from_queue, reader in reading.items():
-                    if from_queue != queue:
+                for reader in reading.values():
+                    if reader != index and (keeps_all or queue_of[reader] != queue):
                         self._append(reader << 32 | index << 1 | DONE)
             if other == region:
                 if reading:
                     reading.clear()
-            elif self._regions.dense[region]:
-                self._forget(region, other, memory)
+            else:
+                if keeps_all and reading:
+                    self._overwritten.add(other)
+                if self._regions.dense[region]:
+                    self._forget(region, other, memory)
         if fresh:
             for user in self._births.get(memory, ()):
-                if queue_of[user] != queue:
+                if keeps_all or queue_of[user] != queue:
                     self._append(user << 32 | index << 1 | DONE)
         writers[region] = index
         self._use(memory, queue, index)
@@ -546,18 +563,10 @@ class _Reordering(_Core):
     reads it next waits for that write, hence comes after them, and takes their place.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        chip: Hardware,
-        graph: Graph,
-        regions: _Regions,
-        edges: _Edges,
-        number: int,
-        goes_round: bool,
-    ) -> None:
-        super().__init__(trace, chip, graph, regions, edges, number, goes_round)
-        self._overwritten: set[int] = set()
+    _keeps_all = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._register_users: dict[int, int] = {}
         self._contents: dict[tuple[tuple[int, ...], int, int], int] = {}
 
@@ -578,57 +587,6 @@ class _Reordering(_Core):
         if before >= 0:
             self._edges.add(before, index, DONE)
         self._register_users[queue] = index
-
-    def _read(self, index: int, queue: int, region: int, memory: int) -> int:
-        writers, queue_of = self._writer, self._graph.queue
-        accumulates = queue == self._tensor_queue
-        latest = -1
-        for other in self._overlaps[region] or self._others(region, memory):
-            writer = writers.get(other, -1)
-            if writer < 0:
-                continue
-            if writer > latest:
-                latest = writer
-            if writer != index:
-                # Matmuls accumulate in order without waiting for each other.
-                kind = DONE if accumulates and queue_of[writer] == queue else VISIBLE
-                self._append(writer << 32 | index << 1 | kind)
-        readers = self._readers.get(region)
-        if readers is None or region in self._overwritten:
-            self._overwritten.discard(region)
-            self._readers[region] = {index: index}
-        else:
-            readers[index] = index
-        return latest
-
-    def _write(self, index: int, queue: int, region: int, memory: int) -> None:
-        writers, readers, queue_of = self._writer, self._readers, self._graph.queue
-        fresh = True
-        for other in self._overlaps[region] or self._others(region, memory):
-            writer = writers.get(other, -1)
-            if writer >= 0:
-                fresh = False
-                if writer != index:
-                    kind = DONE if queue_of[writer] == queue else VISIBLE
-                    self._append(writer << 32 | index << 1 | kind)
-            reading = readers.get(other)
-            if reading:
-                fresh = False
-                for reader in reading:
-                    if reader != index:
-                        self._append(reader << 32 | index << 1 | DONE)
-            if other == region:
-                if reading:
-                    reading.clear()
-            else:
-                if reading:
-                    self._overwritten.add(other)
-                if self._regions.dense[region]:
-                    self._forget(region, other, memory)
-        if fresh:
-            for user in self._births.get(memory, ()):
-                self._append(user << 32 | index << 1 | DONE)
-        writers[region] = index
 
     def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
         """Number the contents of the stationary tile; who holds what is known when it is played."""

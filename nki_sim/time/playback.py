@@ -367,8 +367,7 @@ class Player:
 
     def _notify(self, node: int, queue: int) -> None:
         """Tell the nodes that wait for this one."""
-        ready, waits, position = self._ready, self._waits, self._position
-        queues, queue_of = self._graph.queues, self._queue_of
+        ready, waits, queue_of = self._ready, self._waits, self._queue_of
         visible, visible_elsewhere, done_elsewhere = self._seen(node)
         if visible > self._latest[queue]:
             self._latest[queue] = visible
@@ -376,7 +375,7 @@ class Player:
             target = edge >> 1
             other = queue_of[target]
             if other == queue:
-                time = visible
+                time = 0.0 if edge & 1 == DONE else visible
             else:
                 time = done_elsewhere if edge & 1 == DONE else visible_elsewhere
             if time > ready[target]:
@@ -384,9 +383,12 @@ class Player:
                 self._cause[target] = node
             waits[target] -= 1
             if not waits[target]:
-                nodes = queues[other].nodes
-                if nodes[position[other]] == target and other != queue:
-                    self._push(target, other)
+                self._release(target, other, other == queue)
+
+    def _release(self, node: int, queue: int, is_own: bool) -> None:
+        """Push a node that waits no more, if it is the next of another queue than the last's."""
+        if not is_own and self._graph.queues[queue].nodes[self._position[queue]] == node:
+            self._push(node, queue)
 
     def _seen(self, node: int) -> tuple[float, float, float]:
         """Return when its own queue sees the result, when others do, and when it has read."""

@@ -23,7 +23,6 @@ from typing import Final
 from nki_sim import trace as tr
 from nki_sim.hardware import Hardware
 from nki_sim.time.costs import MeetingPrice
-from nki_sim.time.dependencies import DONE
 from nki_sim.time.playback import DGE_AUTO, DGE_SCALAR, DGE_SYNC, CoreState, Player, Schedule
 from nki_sim.time.prepare import Prepared, TimelineOptions
 
@@ -157,32 +156,9 @@ class ListPlayer(Player):
             contents[part] = number
         return bool(is_held and self._chip.stationary_reuse_skips_load)
 
-    def _notify(self, node: int, queue: int) -> None:
-        ready, waits, cause = self._ready, self._waits, self._cause
-        place, limit, queue_of = self._place, self._limit, self._queue_of
-        visible, visible_elsewhere, done_elsewhere = self._seen(node)
-        if visible > self._latest[queue]:
-            self._latest[queue] = visible
-        for edge in self._targets[self._first[node] : self._first[node + 1]]:
-            target = edge >> 1
-            other = queue_of[target]
-            if other == queue:
-                time = 0.0 if edge & 1 == DONE else visible
-            else:
-                time = done_elsewhere if edge & 1 == DONE else visible_elsewhere
-            if time > ready[target]:
-                ready[target] = time
-                cause[target] = node
-            left = waits[target] - 1
-            waits[target] = left
-            if not left and place[target] < limit[other]:
-                if self._fence[target] == _MEETING:
-                    self._offer(target, other)
-                else:
-                    begin = ready[target]
-                    if self._queue_time[other] > begin:
-                        begin = self._queue_time[other]
-                    heapq.heappush(self._heap, (begin, target))
+    def _release(self, node: int, queue: int, is_own: bool) -> None:
+        if self._place[node] < self._limit[queue]:
+            self._offer(node, queue)
 
     def _offer(self, node: int, queue: int) -> None:
         """Push a node without open waits that is inside the window."""

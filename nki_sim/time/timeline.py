@@ -24,7 +24,7 @@ from nki_sim.time.lines import LineTable, LineTime
 from nki_sim.time.perfetto import save_perfetto
 from nki_sim.time.picture import save_picture
 from nki_sim.time.playback import Schedule
-from nki_sim.time.prepare import Prepared, TimelineOptions, prepare
+from nki_sim.time.prepare import Prepared, Price, TimelineOptions, prepare
 from nki_sim.time.reorder import play
 from nki_sim.trace import Trace
 
@@ -128,35 +128,30 @@ class Timeline:
         return np.array(result.start)[nodes], ends[nodes]
 
     @cached_property
-    def _matmuls(self) -> list[tuple[MatmulPrice, int]]:
-        """Price and number of instructions of every kind of matmul."""
+    def _priced(self) -> list[tuple[Price, int]]:
+        """Price and number of instructions of every kind."""
         counts = np.bincount(self.result.pair, minlength=len(self.result.prices)).tolist()
-        return [
-            (price, count)
-            for price, count in zip(self.result.prices, counts, strict=True)
-            if isinstance(price, MatmulPrice)
-        ]
+        return list(zip(self.result.prices, counts, strict=True))
+
+    @cached_property
+    def _useful_ns(self) -> float:
+        """Time of all matmuls on full arrays at full clock, one after the other."""
+        return sum(p.useful_ns * count for p, count in self._priced if isinstance(p, MatmulPrice))
 
     @cached_property
     def flops(self) -> int:
         """Floating-point operations of all matmuls, transposes left out."""
-        return sum(price.flops * count for price, count in self._matmuls)
+        return sum(p.flops * count for p, count in self._priced if isinstance(p, MatmulPrice))
 
     @cached_property
     def pe_utilisation(self) -> float:
         """Share of all array cells and cycles of the run that did work."""
-        useful = sum(price.useful_ns * count for price, count in self._matmuls)
-        return useful / (self.total_ns * self.num_cores) if self.total_ns else 0.0
+        return self._useful_ns / (self.total_ns * self.num_cores) if self.total_ns else 0.0
 
     @cached_property
     def hbm_bytes(self) -> int:
         """Bytes read from and written to HBM by all cores."""
-        counts = np.bincount(self.result.pair, minlength=len(self.result.prices)).tolist()
-        return sum(
-            price.hbm_bytes * count
-            for price, count in zip(self.result.prices, counts, strict=True)
-            if isinstance(price, DmaPrice)
-        )
+        return sum(p.hbm_bytes * count for p, count in self._priced if isinstance(p, DmaPrice))
 
     @property
     def hbm_bytes_per_s(self) -> float:
@@ -166,8 +161,7 @@ class Timeline:
     @cached_property
     def compute_bound_ns(self) -> float:
         """Time of the matmuls alone, on full arrays at full clock, spread over the cores."""
-        useful = sum(price.useful_ns * count for price, count in self._matmuls)
-        return useful / max(1, self.num_cores)
+        return self._useful_ns / max(1, self.num_cores)
 
     @cached_property
     def memory_bound_ns(self) -> float:

@@ -30,11 +30,10 @@ from neuron_moe.tools.compare.divergence import Models, Row, compare_layers, fir
 from neuron_moe.tools.compare.picture import draw_divergence
 from neuron_moe.tools.compare.transformers_model import TransformersModel
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
-from neuron_moe.tools.models import add_checkpoint_option, checkpoint_of
+from neuron_moe.tools.models import DTYPES, add_checkpoint_option, checkpoint_of
 from neuron_moe.tools.parsers import Parser
 
 TRANSFORMERS = "transformers"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 REFERENCE_DTYPES = (torch.float32, torch.bfloat16)
 NUM_SEQUENCES = 4
 

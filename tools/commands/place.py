@@ -23,6 +23,7 @@ from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts, save_placements
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.pictures import save_figure
 from neuron_moe.train.balance import BalanceStats, expert_load, rank_rows
 
 
@@ -117,9 +118,7 @@ def draw_balance(results: list[LayerResult], path: Path) -> Path:
         loc="left",
     )
     axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save_figure(figure, path)
 
 
 def _print_results(results: list[LayerResult], args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from neuron_moe.planner.search import PHASES, LayoutCosts
 from neuron_moe.planner.wire import FORMULAS, WireSizes
 from neuron_moe.tools.pages import Picture, picture_of
+from neuron_moe.tools.pictures import save_figure
 
 _COLOURS = {"uniform": "#9a9a9a", "zipf": "#c8501e", "recorded": "#2a6fb0"}
 _WIRE_STYLES = {
@@ -45,9 +46,7 @@ def draw_plan(costs: LayoutCosts, path: Path) -> Path:
         " one MoE layer [computed]",
         fontsize=11,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save_figure(figure, path)
 
 
 def pictures_of_plan(costs: LayoutCosts) -> list[Picture]:

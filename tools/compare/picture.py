@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from neuron_moe.tools.compare.divergence import Row
+from neuron_moe.tools.pictures import save_figure
 
 OURS, REFERENCE, ALLOWED_COLOUR = "#c8501e", "#2a6fb0", "#9a9a9a"
 
@@ -47,9 +48,7 @@ def draw_divergence(rows: Sequence[Row], path: Path, *, title: str) -> Path:
     step = max(1, len(rows) // 24)
     flips.set_xticks(places[::step], [row.name for row in rows][::step], rotation=60, fontsize=7)
     whole.set_title(title, fontsize=9, loc="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
-    return path
+    return save_figure(figure, path, bbox_inches="tight")
 
 
 def _line(axes: Axes, places: range, values: list[float], colour: str, label: str) -> None:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from neuron_moe.tools.pages import Picture, picture_of
+from neuron_moe.tools.pictures import save_figure
 
 TIME, CHOSEN, ROOFLINE, PADDING = "#2a6fb0", "#c8501e", "#333333", "#9a9a9a"
 
@@ -28,9 +29,7 @@ def draw(buckets: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
     for bucket, (above, below) in zip(buckets, panels.T, strict=True):
         above.set_title(f"{bucket['tokens']} tokens", fontsize=9)
         _draw_bucket(above, below, bucket)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save_figure(figure, path)
 
 
 def picture_of_bucket(bucket: dict[str, Any]) -> Picture:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import nki_sim
 from neuron_moe.backends.nki.decode import DecodePlan
 from neuron_moe.plan import Plan, Step
+from neuron_moe.tools.compile.store import read_json, write_text
 from neuron_moe.tools.timing.plans import experts_alone, launches_of, plan_of
 from neuron_moe.tools.timing.pool import Task
 from neuron_moe.tools.timing.sources import Sources, digest
@@ -41,22 +41,13 @@ class Kept:
     def read(self, name: str) -> Any:
         """Return a result; None if there is none."""
         path = self._path(name)
-        if path is None or not path.is_file():
-            return None
-        try:
-            return json.loads(path.read_text())
-        except ValueError:  # cut off while it was written
-            return None
+        return None if path is None else read_json(path)
 
     def write(self, name: str, result: Any) -> None:
         """Keep a result, in one step."""
         path = self._path(name)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(result))
-        part.replace(path)
+        if path is not None:
+            write_text(path, json.dumps(result))
 
     def _path(self, name: str) -> Path | None:
         return (
