@@ -31,9 +31,9 @@ EQUIVALENT = (
     ),
     Equivalent(
         "nki_sim/isa/tensor_engine.py",
-        "if rows < 128 and stationary.geometry.start_partition != row:",
-        "if rows <= 128 and stationary.geometry.start_partition != row:",
-        "128 rows begin at row 0 of the array, and on partition 0",
+        "if length < 128 and start != at:",
+        "if length <= 128 and start != at:",
+        "128 rows or columns begin at 0 of the array, and on partition 0",
     ),
     Equivalent(
         "nki_sim/isa/_arithmetic.py",

@@ -49,7 +49,6 @@ _ALLOWED = {
     "shard_plan": ("balanced", "block", "intermediate", "hidden"),
 }
 _BY_ESTIMATE = PlanRequest()
-_WORTH_A_COPY = 0.95  # of the time with plain weights; estimates are no closer than that
 
 
 def make_config(
@@ -74,28 +73,27 @@ def make_config(
     return best_loop(draft, request, tokens_E)
 
 
-def best_parts(config: PrefillConfig) -> tuple[int, int]:
+def best_parts(config: PrefillConfig, gain: float = 0.0) -> tuple[int, int]:
     """Return the `weight_parts` with which a configuration would be fastest, by estimate.
 
-    (1, 1) where plain weights are about as fast: an expert is loaded whole, or its runs are long as
-    they are. Weights are stored once, for prompts of any length; experts of two row tiles are
-    expected, with which a work tile loads about as long as it multiplies.
+    (1, 1) where an expert is loaded whole: its runs are long as they are. Weights are stored once,
+    for prompts of any length; experts of two row tiles are expected, with which a work tile loads
+    about as long as it multiplies.
 
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
+        gain: share of the time with plain weights that others must save; else (1, 1).
     """
     tokens_E = _even_tokens(config, _EVEN_TILES)
     classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1)
-    plain, cut = (
-        best_loop(
-            replace(config, loop=replace(config.loop, by_parts=by_parts, classes=classes)),
-            _BY_ESTIMATE,
-            tokens_E,
-        )
-        for by_parts in (False, True)
-    )
-    gains = experts_ns(cut, tokens_E) < _WORTH_A_COPY * experts_ns(plain, tokens_E)
-    return stored_parts(cut) if gains else (1, 1)
+    loops = (replace(config.loop, by_parts=cut, classes=classes) for cut in (True, False))
+    cut, plain = (replace(config, loop=loop) for loop in loops)
+    best = best_loop(cut, _BY_ESTIMATE, tokens_E)
+    if gain:
+        plain_ns = experts_ns(best_loop(plain, _BY_ESTIMATE, tokens_E), tokens_E)
+        if experts_ns(best, tokens_E) > (1 - gain) * plain_ns:
+            return 1, 1
+    return stored_parts(best)
 
 
 def _even_tokens(config: PrefillConfig, tiles: float) -> NDArray[np.int64]:

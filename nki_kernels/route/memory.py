@@ -90,8 +90,27 @@ def gpsimd_columns(table: RouterTable, hidden_size: int) -> int:
 
 
 def sbuf_bytes(table: RouterTable) -> int:
-    """Return the bytes per partition alive at once."""
-    return table_bytes(table) + _SMALL_TILES_BYTES
+    """Return the bytes per partition alive at once; kernels call it, and go through no record."""
+    buffers = (
+        table.hidden,
+        table.normed,
+        table.squares,
+        table.scaled,
+        table.transposed,
+        table.weight,
+        table.norm_weight,
+        table.bias,
+        table.selection_bias,
+        table.scores,
+        table.affinities,
+        table.chosen,
+        table.spoils,
+        table.sums,
+        table.best,
+        table.positions,
+        table.gates,
+    )
+    return table_bytes(buffers) + _SMALL_TILES_BYTES
 
 
 def element_type(dtype: str) -> Any:

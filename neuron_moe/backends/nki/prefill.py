@@ -62,6 +62,7 @@ from nki_kernels.prefill import (
     work_tile_dims,
 )
 
+_WORTH_A_COPY = 0.05  # of the time with plain weights; estimates are no closer than that
 _OVERFLOW = (
     "a token whose expert overflows bfloat16 makes NaN of the up to 127 others that combine adds up"
     " with it: no clamp of the formula excludes that"
@@ -567,7 +568,8 @@ def _rank(
 
 
 def lay_out(parts: LayerParts) -> LaidOut | None:
-    """Return experts by the parts in which blockwise_moe loads them; None if it loads them whole.
+    """Return experts by the parts in which blockwise_moe loads them; None if plain ones are about
+    as fast.
 
     Raises:
         ValueError: a plan was requested that reads plain weights.
@@ -584,7 +586,7 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
     work = PrefillWork(128, tokens, tokens, tuning.num_cores)
     request = features.prefill_request(tuning)
     config = make_config(kernel_formula(weights), expert_sizes(weights), work, request)
-    in_parts, out_parts = best_parts(config)
+    in_parts, out_parts = best_parts(config, _WORTH_A_COPY)
     if (in_parts, out_parts) == (1, 1):
         return None
     gate_up, down = matrices_of(weights)
