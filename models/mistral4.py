@@ -70,6 +70,12 @@ class Mistral4Config(DeepseekV3Config):
         """Read config.json as transformers 5.x writes it, with or without a vision tower."""
         depth = "num_hidden_layers"
         text, layers = read_text_section(config, ALIASES[0], depth, IMAGE_KEYS, is_tied=True)
+        if layers is not None and text.get("model_type") != "mistral4":
+            raise ValueError(
+                f"model_type={text.get('model_type')!r} in text_config: a dense model, for of those"
+                " in mistral3 only mistral4 has experts. Run it with transformers or vLLM, or take"
+                " Mistral Small 4."
+            )
         reader = ConfigReader.of_family(text, "mistral4", *deepseek_v3.OTHER_KEYS)
         rotated, plain = (reader.get(f"qk_{kind}_head_dim", int) for kind in ("rope", "nope"))
         reader.require("head_dim", rotated + plain)

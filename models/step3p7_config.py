@@ -93,6 +93,7 @@ class Step3p7Config(LagunaConfig):
         slides = SLIDING in kinds
         return cls.read(
             reader,
+            router_softcap=0.0,  # Laguna's
             head_dim=head_dim,
             sliding_window=reader.get(window, int) if slides else reader.get_optional(window, int),
             layer_types=kinds,

@@ -136,7 +136,7 @@ def _exchange(
     """Exchange some tiles of y^T, `size` tokens each way; return one's own and the other's sums.
 
     Args:
-        config, sums: sizes, this core's y^T.
+        sums: this core's y^T.
         apart_sb: [h, H/h, T] for what comes. Both sides of an exchange have the same layout, with
             the same gaps.
         size: tokens.

@@ -90,7 +90,7 @@ def _add_columns(
     Vector and GpSimd add as fast in SBUF: they take turns at runs of columns as wide as a bank.
 
     Args:
-        config, sums: sizes, this core's rows.
+        sums: this core's rows.
         rows_sb: [T, columns of this core] for the result.
         others: of the same shape; all but the last are overwritten.
         first: first column of this core.

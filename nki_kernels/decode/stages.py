@@ -57,7 +57,7 @@ def load_in(b: DecodeBuffers, expert: nl.NkiTensor, buffer: int, item: int, is_l
     """Load gate and up weights of an item, with the last of a chunk what its activation needs.
 
     Args:
-        config, b, x: sizes, buffers, operands in HBM.
+        b: buffers.
         expert: (1, 1) int32 tile.
         buffer: the weight buffer to fill.
         item: which of the expert's.

@@ -367,6 +367,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "afmoe-scores": ("afmoe", {"score_func": "softmax"}, "score_func='softmax': must be 'sigmoid'"),
     "lfm2-layers": ("lfm2_moe", {"layer_types": ["conv"]}, r"layer_types=\['conv'\]: must name"),
     "laguna-cap": ("laguna", {"moe_router_logit_softcapping": -1.5}, "softcap=-1.5: must be"),
+    "step-cap": ("step3p5", {"router_softcap": 1.5}, "unknown key router_softcap"),
     "laguna-gate": ("laguna", {"gating": "per-layer"}, "gating='per-layer': must be one of"),
     "laguna-heads": (
         "laguna",

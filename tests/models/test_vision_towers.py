@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from neuron_moe.models.loader import load_model
+from neuron_moe.models.loader import load_model, parse_config
 from tests.models.families import FAMILIES
 
 SMALL = {
@@ -89,6 +89,16 @@ def compare_text_models(reference: Any, folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
     theirs = reference(input_ids=ids).logits
     torch.testing.assert_close(model(ids), theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_a_dense_text_model_beside_a_tower_is_refused() -> None:
+    config = {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral", "vocab_size": 8},
+        "vision_config": {"num_hidden_layers": 1},
+    }
+    with pytest.raises(ValueError, match="model_type='mistral' in text_config: a dense model"):
+        parse_config(config, "here")
 
 
 def publish_kimi(folder: Path) -> None:

@@ -126,8 +126,9 @@ def _experts_backward(
 @_experts_backward.register_fake
 def _(gradient: Tensor, hidden: Tensor, affinities: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     operands = hidden, affinities, *rest[3:7]
-    none = hidden.new_empty(0)
-    return tuple(none if each is None else torch.empty_like(each) for each in operands)
+    return tuple(
+        hidden.new_empty(0) if each is None else torch.empty_like(each) for each in operands
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
