@@ -4,14 +4,14 @@ Source: transformers, `models/kimi_k25`; vLLM 0.32, `model_executor/models/kimi_
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from neuron_moe.checkpoint import WeightMap
 from neuron_moe.models import deepseek_v3
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, read_rotated
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
-from neuron_moe.models.weight_rules import below, with_modules
+from neuron_moe.models.weight_rules import beside_tower
 
 OTHER_KEYS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "ignore_index", "use_unified_vision_chunk"),
@@ -50,10 +50,8 @@ Model = deepseek_v3.Model
 
 def weight_map(config: KimiK25Config) -> WeightMap:
     """Map the published tensor names to ours, and those of transformers' modules."""
-    text = below("language_model.", deepseek_v3.weight_map(config))
-    text = with_modules(text, {}, "model.language_model.")
-    sizes = {**text.sizes, "vision_layer": config.vision_layers}
-    return replace(text, sizes=sizes, ignored=[*text.ignored, *_vision_names()])
+    text = deepseek_v3.weight_map(config)
+    return beside_tower(text, config.vision_layers, _vision_names())
 
 
 def _vision_names() -> list[str]:

@@ -7,7 +7,7 @@ Source: transformers, `models/mistral4/modular_mistral4.py`, `models/mistral3`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.deepseek_v3 import DeepseekV3Config, LatentAttention
 from neuron_moe.models.hf_config import ConfigReader, read_text_section
 from neuron_moe.models.rope import RopeConfig
-from neuron_moe.models.weight_rules import below, with_modules
+from neuron_moe.models.weight_rules import beside_tower
 
 ALIASES = ("mistral3",)
 IMAGE_KEYS = (
@@ -136,9 +136,7 @@ def weight_map(config: Mistral4Config) -> WeightMap:
     text = deepseek_v3.weight_map(config, rules_of_sparse=_sparse_rules)
     if config.num_vision_layers is None:
         return text
-    text = with_modules(below("language_model.", text), {}, "model.language_model.")
-    sizes = {**text.sizes, "vision_layer": config.num_vision_layers}
-    return replace(text, sizes=sizes, ignored=[*text.ignored, *_vision_names()])
+    return beside_tower(text, config.num_vision_layers, _vision_names())
 
 
 def _sparse_rules(layer: str) -> list[Rule]:

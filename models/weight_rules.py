@@ -257,6 +257,19 @@ def below(prefix: str, weight_map: WeightMap) -> WeightMap:
     )
 
 
+def beside_tower(text: WeightMap, num_layers: int, names: Iterable[str]) -> WeightMap:
+    """Return the map of a text model that is published as `language_model` beside a vision tower.
+
+    Args:
+        text: of the text model alone.
+        num_layers: of the tower.
+        names: of its tensors and of what leads from it to the text, with `{vision_layer}`.
+    """
+    both = with_modules(below("language_model.", text), {}, "model.language_model.")
+    sizes = {**both.sizes, "vision_layer": num_layers}
+    return replace(both, sizes=sizes, ignored=[*both.ignored, *names])
+
+
 def exact_in_either(target: str, transform: Transform = identity, **places: str) -> list[Rule]:
     """Return rules of an exact tensor that has another name in each storage form.
 
