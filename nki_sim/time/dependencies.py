@@ -570,6 +570,9 @@ class _Reordering(_Core):
         self._register_users: dict[int, int] = {}
         self._contents: dict[tuple[tuple[int, ...], int, int], int] = {}
 
+    def _use(self, memory: int, queue: int, index: int) -> None:
+        """Note nothing: `_users_of` finds every reader and writer."""
+
     def _users_of(self, memory: int) -> Iterable[int]:
         """Return the readers of every region since its last write, and the writers of the rest."""
         found: set[int] = set()
