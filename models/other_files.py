@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from neuron_moe.checkpoint.reader import OTHER_FORMATS
+
 # How families call the number of their experts.
 _EXPERT_KEYS = {
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("num_routed_experts", "n_experts"),
 }
 _FOLDERS = {
-    "*.gguf": "*.gguf is llama.cpp's format, which is not read. Take the model it was made of.",
+    "*.gguf": f"*.gguf is {OTHER_FORMATS['.gguf']}",
     "adapter_config.json": "This is an adapter (LoRA): merge it into its model, as"
     " merge_and_unload of peft does, and save that.",
     "params.json": "This is the form of the model's makers: take the one for transformers, which"

@@ -27,9 +27,9 @@ from neuron_moe.quantize.bf16 import is_finite
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLE = "a pickle, which is not read: convert it."
-_OTHER_FORMATS = {
+OTHER_FORMATS = {
     **dict.fromkeys((".bin", ".pt", ".pth"), _PICKLE),
-    ".gguf": "of llama.cpp, which is not read: take the model that it was made of.",
+    ".gguf": "llama.cpp's format, which is not read. Take the model it was made of.",
 }
 _MOST_RUNS = 8  # more gaps than these are read too, and dropped
 _MOST_AT_ONCE = 1 << 20  # bytes that are read with the gaps between rows
@@ -174,8 +174,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     hint = "Check the path, or download the checkpoint again."
     for entry in sorted(path.iterdir()):
-        if entry.suffix in _OTHER_FORMATS:
-            hint = f"{entry.name} is {_OTHER_FORMATS[entry.suffix]}"
+        if entry.suffix in OTHER_FORMATS:
+            hint = f"{entry.name} is {OTHER_FORMATS[entry.suffix]}"
             break
     raise FileNotFoundError(
         f"{path}: must hold {SINGLE_FILE} or {INDEX_FILE} with its shards, but holds neither."

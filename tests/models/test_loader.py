@@ -189,7 +189,7 @@ CORRUPTIONS = {
     ),
     "gguf-only": (
         lambda d: (d / "model.safetensors").rename(d / "model.gguf"),
-        [r"must hold model\.safetensors or", r"model\.gguf is of llama\.cpp", "take the model"],
+        [r"must hold model\.safetensors or", r"model\.gguf is llama\.cpp's", "Take the model"],
     ),
     "no-weights": (
         lambda d: (d / "model.safetensors").unlink(),
